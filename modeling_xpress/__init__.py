@@ -1,0 +1,17 @@
+"""What the weights are: configuration, backbone, refiner. Knows nothing of decoding or training."""
+
+from .configuration_xpress import XPressDrafterConfig, default_target_layer_ids
+from .modeling_xpress import XPressModel, base_logits, context_features
+from .refiner_xpress import MarkovHead, XPressHead, previous_tokens
+
+
+__all__ = [
+    "MarkovHead",
+    "XPressDrafterConfig",
+    "XPressHead",
+    "XPressModel",
+    "base_logits",
+    "context_features",
+    "default_target_layer_ids",
+    "previous_tokens",
+]
