@@ -46,7 +46,8 @@ def read_rows(path: str | Path) -> list[dict]:
                 f"{path}, row {number}: expected the keys 'question' and 'answer' (GSM8K's own), got {sorted(row)}."
             )
     return [
-        {"question": row["question"].strip(), "answer": re.sub(r"<<[^>]*>>", "", row["answer"]).strip()} for row in rows
+        {"question": row["question"].strip(), "answer": re.sub(r"<<[^>]*>>", "", row["answer"]).strip()}
+        for row in rows
     ]
 
 
@@ -155,4 +156,3 @@ def train_target(rows: list[dict], out: Path, steps: int, seed: int) -> Path:
     tokenizer.save_pretrained(folder)
     (out / "target-log.json").write_text(json.dumps(trainer.state.log_history, indent=1))
     return folder
-

@@ -114,7 +114,12 @@ class XPressDrafterConfig(Qwen3Config):
         return output
 
     def _take_dflash_entry(self, key: str, value):
-        if NEUTRAL.get(key, value) != value or key not in {"mask_token_id", "target_layer_ids", "block_size", *NEUTRAL}:
+        if NEUTRAL.get(key, value) != value or key not in {
+            "mask_token_id",
+            "target_layer_ids",
+            "block_size",
+            *NEUTRAL,
+        }:
             raise ValueError(
                 f"`dflash_config` holds {key!r}={value!r}, a layout that this version does not read: expected only "
                 "'mask_token_id', 'target_layer_ids' and 'block_size'. Update xpress-drafter, or remove the entry if "
@@ -124,7 +129,9 @@ class XPressDrafterConfig(Qwen3Config):
             return
         flat = getattr(self, key)
         if flat is not None and flat != value and key != "block_size":
-            raise ValueError(f"`{key}` is {flat!r} but `dflash_config` says {value!r}: expected one value. Remove one.")
+            raise ValueError(
+                f"`{key}` is {flat!r} but `dflash_config` says {value!r}: expected one value. Remove one."
+            )
         setattr(self, key, value)
 
     def _refuse_scales(self, kwargs: dict):

@@ -1,0 +1,99 @@
+"""What is checked before the first forward: that drafter and target fit, and that the call can be honoured.
+
+Each check raises a `ValueError` that says what was got, what is expected and what to do.
+"""
+
+import torch
+from transformers import PreTrainedModel
+
+from ..modeling_xpress.modeling_xpress import XPressModel
+
+
+def check_pair(drafter: XPressModel, target: PreTrainedModel) -> None:
+    """Raises unless the drafter can read this target's states and speak its vocabulary."""
+    ours, text = drafter.config, target.config.get_text_config(decoder=True)
+    if target.config.is_encoder_decoder:
+        raise ValueError(f"{type(target).__name__} is an encoder-decoder model, expected a decoder-only target.")
+    for name, value, expected in (
+        ("hidden_size", ours.hidden_size, text.hidden_size),
+        ("vocab_size", ours.vocab_size, text.vocab_size),
+        ("num_target_layers", ours.num_target_layers or text.num_hidden_layers, text.num_hidden_layers),
+    ):
+        if value != expected:
+            raise ValueError(
+                f"the drafter was made for a target with {name}={value}, but {type(target).__name__} has {expected}: "
+                "load the drafter that was trained for this target."
+            )
+    if max(ours.target_layer_ids) >= text.num_hidden_layers:
+        raise ValueError(
+            f"the drafter reads the target's layers {ours.target_layer_ids}, but {type(target).__name__} has only "
+            f"{text.num_hidden_layers}: load the drafter that was trained for this target."
+        )
+
+
+def check_options(drafter: XPressModel, num_passes, shortlist_size) -> None:
+    """Raises for values of our own `generate` options that cannot be run."""
+    for name, value in (("num_passes", num_passes), ("shortlist_size", shortlist_size)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise ValueError(
+                f"`{name}` is {value!r}, expected a whole number of at least 0, or None for the drafter's."
+            )
+    if num_passes is not None and drafter.config.refiner_type != "xpress":
+        raise ValueError(
+            f"`num_passes`={num_passes} was given, but this drafter's refiner is {drafter.config.refiner_type!r}, which "
+            "makes no Jacobi passes: leave it out."
+        )
+
+
+def check_call(target, input_ids, generation_config, synced_gpus: bool, cache, model_kwargs: dict) -> None:
+    """Raises for calls whose output could not be the plain one's."""
+    if input_ids.shape[0] != 1:
+        raise ValueError(
+            f"`generate` got {input_ids.shape[0]} sequences, expected 1 with an xPress drafter: call it once for each, "
+            "or leave `assistant_model` out."
+        )
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError("`inputs_embeds` was given, expected `input_ids`: the drafter reads the prompt's tokens.")
+    if synced_gpus:
+        raise ValueError("`synced_gpus` is set, expected False: rounds differ in length between processes.")
+    for name, neutral in (("guidance_scale", 1), ("assistant_ensemble_weight", None)):
+        value = getattr(generation_config, name)
+        if value is not None and value != neutral:
+            raise ValueError(f"`{name}`={value} is not supported with an xPress drafter: leave one of the two out.")
+    check_cache(target, cache)
+
+
+def check_cache(target, cache) -> None:
+    """Raises unless rejected tokens can be taken out of the target's cache again."""
+    layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None) or []
+    recurrent = sorted({kind for kind in layer_types if "attention" not in kind or "linear" in kind})
+    if recurrent or target._is_stateful or (cache is not None and any(cache.is_linear)):
+        raise ValueError(
+            f"{type(target).__name__} keeps a recurrent state (layer types {recurrent or 'without attention'}), which "
+            "cannot drop rejected draft tokens: expected attention layers only. Generate without `assistant_model`."
+        )
+    if cache is None:
+        raise ValueError("drafting needs the target's cache: expected `use_cache=True`, got no cache.")
+    if not cache.is_croppable:
+        raise ValueError(
+            f"{type(cache).__name__} cannot drop rejected draft tokens: expected a cache that can be cropped. Leave "
+            "`cache_implementation` out, or set it to 'dynamic'."
+        )
+
+
+def cached_prefix_fits(cache, length: int) -> None:
+    """Raises if a cache that holds the whole prompt cannot give its last position back."""
+    for layer in cache.layers:
+        window = getattr(layer, "sliding_window", None)
+        if window is not None and length >= window and not layer.record_past:
+            raise ValueError(
+                f"the cache holds the whole prompt ({length} positions), past a sliding window of {window}, so its "
+                "last position cannot be recomputed: pass a cache with at least one position less than the prompt."
+            )
+
+
+def real_tokens(input_ids: torch.LongTensor, attention_mask: torch.Tensor | None) -> torch.LongTensor:
+    """`input_ids` `[1, n]` without padding."""
+    if attention_mask is None:
+        return input_ids
+    return input_ids[:, attention_mask[0, : input_ids.shape[1]].bool().to(input_ids.device)]

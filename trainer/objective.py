@@ -1,0 +1,105 @@
+"""The co-training objective of xPress (arXiv 2608.02438), as plain functions of tensors.
+
+    L = l(refined | true tokens) + lambda_c * mean_j l(refined | own guesses of round j - 1) + lambda_b * l(base)
+    l = 0.1 * CE(data token) + 0.9 * sum_v |p - q|,  weighted by exp(-(k - 1) / gamma) at slot k
+
+Base logits, hidden states and the refiner's per-block part carry gradient from every term; only the guesses, being
+arg-maxima, are detached. The rounds are the Jacobi passes of generation, so that what is trained is what runs.
+
+Shapes: M blocks, B slots, P = B - 1 draft slots, V vocabulary, H hidden.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..modeling_xpress import previous_tokens
+
+
+class ObjectiveTerms(NamedTuple):
+    """Sums over slots of weight times loss, one per term, and what the sums are divided by."""
+
+    teacher_forced: torch.Tensor
+    consistency: torch.Tensor  # mean over the rounds
+    anchor: torch.Tensor
+    weight: torch.Tensor  # sum of the weights of the counted slots
+    guesses: list[torch.Tensor]  # [M, P] arg-max tokens: of the base, then of every round
+
+    def loss(self, lambda_c: float, lambda_b: float) -> torch.Tensor:
+        """The weighted sum of the terms; the caller divides by the global batch's `weight`."""
+        return self.teacher_forced + lambda_c * self.consistency + lambda_b * self.anchor
+
+
+def position_weights(block_size: int, gamma: float, device=None) -> torch.Tensor:
+    """`exp(-(k - 1) / gamma)` for the draft slots k = 1..B-1 `[P]`. Source: DFlash."""
+    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32, device=device) / gamma)
+
+
+def slot_loss(
+    logits_MPV: torch.Tensor, labels_MP: torch.Tensor, teacher_MPV: torch.Tensor, ce_weight: float
+) -> torch.Tensor:
+    """
+    `ce_weight * CE(label) + (1 - ce_weight) * sum_v |p - q|` of every slot `[M, P]`, in fp32.
+
+    The second part is twice the total variation between the teacher's distribution p and the drafter's q: the
+    probability with which speculative sampling rejects (Leviathan et al. 2023) is its half.
+    """
+    log_q = F.log_softmax(logits_MPV.float(), dim=-1)
+    ce = -log_q.gather(-1, labels_MP[..., None]).squeeze(-1)
+    l1 = (teacher_MPV - log_q.exp()).abs().sum(dim=-1)
+    return ce_weight * ce + (1.0 - ce_weight) * l1
+
+
+def xpress_objective(
+    refiner,
+    h_MBH: torch.Tensor,
+    base_MPV: torch.Tensor,
+    tokens_MB: torch.Tensor,
+    predecessors_M: torch.Tensor,
+    teacher_MPV: torch.Tensor,
+    weights_MP: torch.Tensor,
+    *,
+    num_rounds: int = 3,
+    ce_weight: float = 0.1,
+) -> ObjectiveTerms:
+    """
+    All terms of the objective.
+
+    Args:
+        refiner: `XPressHead`, `MarkovHead`, or `None` (plain DFlash: only the base term, as `teacher_forced`).
+        h_MBH: Normed backbone states of all slots.
+        base_MPV: The target's head on the draft slots' states.
+        tokens_MB: The data's tokens: the anchor, then the labels.
+        predecessors_M: The token before each anchor.
+        teacher_MPV: The target's distribution for each draft slot, fp32.
+        weights_MP: Position weight of every counted slot, 0 where it does not count.
+    """
+    anchors_M, labels_MP = tokens_MB[:, 0], tokens_MB[:, 1:]
+
+    def weighted(logits_MPV):
+        return (slot_loss(logits_MPV, labels_MP, teacher_MPV, ce_weight) * weights_MP).sum()
+
+    guesses = [base_MPV.argmax(dim=-1)]
+    anchor = weighted(base_MPV)
+    if refiner is None:
+        return ObjectiveTerms(anchor, anchor.new_zeros(()), anchor.new_zeros(()), weights_MP.sum(), guesses)
+
+    block = refiner.begin_block(h_MBH)
+
+    def refine(tokens_MP):
+        prev_MB = previous_tokens(predecessors_M, anchors_M, tokens_MP)
+        return base_MPV + refiner.w2(refiner.latents(block, prev_MB)[:, 1:])
+
+    teacher_forced = weighted(refine(labels_MP))
+    consistency = anchor.new_zeros(())
+    for _ in range(num_rounds):
+        refined_MPV = refine(guesses[-1])
+        consistency = consistency + weighted(refined_MPV) / num_rounds
+        guesses.append(refined_MPV.argmax(dim=-1))
+    return ObjectiveTerms(teacher_forced, consistency, anchor, weights_MP.sum(), guesses)
+
+
+def simulated_tau(guesses_MP: torch.Tensor, labels_MP: torch.Tensor, counted_MP: torch.Tensor) -> torch.Tensor:
+    """Sum over blocks of accepted + 1 had the target answered with the labels; divide by the number of blocks."""
+    return ((guesses_MP == labels_MP) & counted_MP).cumprod(dim=-1).sum() + guesses_MP.shape[0]

@@ -1,0 +1,192 @@
+"""`XPressTrainer`: the Transformers `Trainer` with the co-training loss. The loop, checkpoints and logs are inherited.
+
+The frozen target runs inside the trainer, without gradient and never in a checkpoint.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from ..modeling_xpress import XPressModel, base_logits, context_features
+from .blocks import Blocks, block_attention_mask, cut_blocks, document_positions
+from .data import XPressCollator, check_rows
+from .objective import ObjectiveTerms, position_weights, simulated_tau, xpress_objective
+
+
+@dataclass
+class XPressTrainingArguments(TrainingArguments):
+    """
+    As `TrainingArguments`, except for the objective's own fields; the defaults are those of the released 8B run.
+
+    Args:
+        num_anchors (`int`): Blocks per sequence, at most.
+        lambda_consistency (`float`): Weight of the self-conditioned rounds.
+        lambda_anchor_start, lambda_anchor_end (`float`): Weight of the base term, moved linearly over training.
+        num_rounds (`int`): Self-conditioned rounds.
+        gamma (`float`): Decay of the position weights, in slots.
+        ce_weight (`float`): Share of the cross-entropy; the rest is the L1 distance to the target's distribution.
+    """
+
+    learning_rate: float = field(default=6e-4)
+    lr_scheduler_type: str = field(default="cosine")
+    warmup_steps: float = field(default=0.04)
+    max_grad_norm: float = field(default=1.0)
+    num_anchors: int = field(default=400)
+    lambda_consistency: float = field(default=0.3)
+    lambda_anchor_start: float = field(default=0.6)
+    lambda_anchor_end: float = field(default=0.2)
+    num_rounds: int = field(default=3)
+    gamma: float = field(default=4.0)
+    ce_weight: float = field(default=0.1)
+    remove_unused_columns: bool = field(default=False)
+
+
+class XPressTrainer(Trainer):
+    """
+    Trains a drafter on rows of `input_ids` and `loss_mask`.
+
+    Args:
+        drafter (`XPressModel`): Trained in full; fp32 parameters.
+        target (`PreTrainedModel`): Frozen. Only read.
+        args (`XPressTrainingArguments`), train_dataset, eval_dataset, kwargs: As `Trainer`.
+    """
+
+    def __init__(self, drafter: XPressModel, target: PreTrainedModel, args: XPressTrainingArguments, **kwargs):
+        _check_drafter(drafter, args)
+        for name in ("train_dataset", "eval_dataset"):
+            if kwargs.get(name) is not None:
+                check_rows(kwargs[name])
+        self.target = target.eval().requires_grad_(False)
+        kwargs.setdefault("data_collator", XPressCollator(drafter.config.block_size, args.num_anchors, args.gamma))
+        super().__init__(model=drafter, args=args, **kwargs)
+        self.target.to(args.device)
+        self.model_accepts_loss_kwargs = True  # `num_items_in_batch` is our denominator, over the global batch
+        self.loss_is_scaled_for_ga = True
+        self._sums = defaultdict(float)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
+        """The sum of the weights of all slots that count in the global batch: what the loss is divided by."""
+        if not batch_samples:
+            return None
+        weight = sum(batch["weight"].sum() for batch in batch_samples).to(device)
+        if self.args.world_size > 1:
+            weight = self.accelerator.gather(weight).sum()
+        return weight
+
+    def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
+        with self.accelerator.autocast():
+            terms = self.objective(inputs)
+        weight = terms.weight if num_items_in_batch is None else num_items_in_batch
+        loss = terms.loss(self.args.lambda_consistency, self.lambda_anchor()) / weight.clamp_min(1e-9)
+        if self.args.world_size > 1:
+            loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
+        self._record(terms)
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def lambda_anchor(self) -> float:
+        """The base term's weight now: linear from start to end over the whole training."""
+        progress = self.state.global_step / max(self.state.max_steps, 1)
+        start, end = self.args.lambda_anchor_start, self.args.lambda_anchor_end
+        return start + (end - start) * min(progress, 1.0)
+
+    def objective(self, inputs: dict) -> ObjectiveTerms:
+        """The objective's terms of one batch; its blocks are kept for the logs."""
+        drafter, args = self.accelerator.unwrap_model(self.model), self.args
+        blocks = cut_blocks(
+            inputs["input_ids"],
+            inputs["loss_mask"],
+            inputs["anchors"],
+            inputs["anchor_valid"],
+            drafter.config.block_size,
+        )
+        features, teacher_NSV = self.read_target(inputs)
+        h_NABH = draft_blocks(drafter, self.target, features, blocks, inputs["attention_mask"])
+        valid = blocks.valid
+        h_MBH, tokens_MB, counted_MP = h_NABH[valid], blocks.tokens[valid], blocks.counted[valid][:, 1:]
+        weights_MP = counted_MP * position_weights(drafter.config.block_size, args.gamma, counted_MP.device)
+        terms = xpress_objective(
+            drafter.refiner,
+            h_MBH,
+            base_logits(self.target, h_MBH[:, 1:]),
+            tokens_MB,
+            blocks.predecessors[valid],
+            teacher_of_blocks(teacher_NSV, blocks),
+            weights_MP,
+            num_rounds=args.num_rounds,
+            ce_weight=args.ce_weight,
+        )
+        for j, guess in enumerate(terms.guesses):
+            self._sums[f"tau_pass_{j}"] += simulated_tau(guess, tokens_MB[:, 1:], counted_MP)
+        self._sums["blocks"] += h_MBH.shape[0]
+        return terms
+
+    @torch.no_grad()
+    def read_target(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's features `[N, S, H * taps]` and its distributions `[N, S, V]` for the next tokens, fp32."""
+        layer_ids = self.accelerator.unwrap_model(self.model).config.target_layer_ids
+        outputs = self.target.get_decoder()(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            output_hidden_states=[i + 1 for i in layer_ids],
+            use_cache=False,
+        )
+        logits = base_logits(self.target, outputs.last_hidden_state)
+        return context_features(outputs.hidden_states, layer_ids), logits.float().softmax(dim=-1)
+
+    def _record(self, terms: ObjectiveTerms):
+        for name in ("teacher_forced", "consistency", "anchor", "weight"):
+            self._sums[name] += getattr(terms, name).detach()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As `Trainer`, with every loss term and the simulated tau (accepted + 1) of base and rounds, averaged."""
+        sums, self._sums = self._sums, defaultdict(float)
+        if sums["weight"] > 0 and "loss" in logs:
+            logs |= {f"loss_{k}": float(sums[k] / sums["weight"]) for k in ("teacher_forced", "consistency", "anchor")}
+            logs |= {k: float(v / sums["blocks"]) for k, v in sums.items() if k.startswith("tau_")}
+        super().log(logs, start_time)
+
+
+def draft_blocks(
+    drafter: XPressModel,
+    target: PreTrainedModel,
+    features_NSF: torch.Tensor,
+    blocks: Blocks,
+    attention_mask_NS: torch.Tensor,
+    document_ids_NS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The backbone's normed states of all blocks `[N, A, B, H]`, in one pass over context and blocks."""
+    N, A, B = blocks.tokens.shape
+    noise_ids = torch.full_like(blocks.tokens, drafter.config.mask_token_id)
+    noise_ids[..., 0] = blocks.tokens[..., 0]
+    noise_embeds = target.get_input_embeddings()(noise_ids.flatten(1)).to(features_NSF.dtype)
+    if document_ids_NS is None:
+        document_ids_NS = torch.zeros_like(attention_mask_NS)
+    mask = block_attention_mask(blocks.anchors, blocks.valid, B, attention_mask_NS, document_ids_NS)
+    h = drafter(
+        noise_embeds=noise_embeds,
+        context_hidden_states=features_NSF,
+        position_ids=torch.cat([document_positions(document_ids_NS), blocks.positions.flatten(1)], dim=1),
+        attention_mask=mask,
+    ).last_hidden_state
+    return h.view(N, A, B, -1)
+
+
+def teacher_of_blocks(teacher_NSV: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """The distribution that predicts each draft slot, from position a + k - 1: `[M, P, V]` of the valid blocks."""
+    rows, _ = blocks.valid.nonzero(as_tuple=True)
+    slots = torch.arange(blocks.tokens.shape[2] - 1, device=rows.device)
+    indices = (blocks.anchors[blocks.valid][:, None] + slots).clamp_max(teacher_NSV.shape[1] - 1)
+    return teacher_NSV[rows[:, None], indices]
+
+
+def _check_drafter(drafter: XPressModel, args: XPressTrainingArguments):
+    dtypes = {p.dtype for p in drafter.parameters()}
+    if dtypes != {torch.float32}:
+        raise ValueError(
+            f"the drafter's parameters are {sorted(map(str, dtypes))}, expected torch.float32: at these learning rates "
+            "bf16 weights stop moving. Load it with `dtype=torch.float32`, and set `bf16=True` for the arithmetic."
+        )
+    if args.num_anchors < 1:
+        raise ValueError(f"`num_anchors` is {args.num_anchors}, expected at least 1 block per sequence.")
