@@ -109,7 +109,7 @@ class DecodingLoop:
         self.all_row_wise = len(row_wise(logits_processor)) == len(logits_processor)
         self.ids, self.model_kwargs, self.cache = input_ids, model_kwargs, model_kwargs[CACHE]
         self.statistics = DraftingStatistics()
-        self.recorded = {name: () for name in self._wanted()}
+        self.recorded = dict.fromkeys(self._wanted(), ())
         self.stopped = False
 
     def run(self, sinks: tuple[DraftingStatistics, ...]):

@@ -7,8 +7,6 @@ transformers installed (Hugging Face remote code: flat files that import each ot
 import re
 from pathlib import Path
 
-import torch
-
 from ..modeling_xpress.modeling_xpress import XPressModel
 from .decoding_xpress import assisted_decoding
 from .dispatch_xpress import install_dispatch

@@ -88,14 +88,16 @@ def resolve_block(
         return Draft(tokens_NP, scores, 0)
     block = refiner.begin_block(h_NBH)
     readout.bind(refiner.w2)
-    for done in range(1, num_passes + 1):
+    passes = 0
+    while passes < num_passes:
         latents = refiner.latents(block, previous_tokens(predecessor_N, anchor_N, tokens_NP))[:, 1:]
         before = tokens_NP
         tokens_NP, scores = readout.choose(choose, latents)
+        passes += 1
         # Comparing on an accelerator would make the host wait for it, which costs more than a pass.
         if tokens_NP.device.type == "cpu" and torch.equal(before, tokens_NP):
             break
-    return Draft(tokens_NP, scores, done)
+    return Draft(tokens_NP, scores, passes)
 
 
 def resolve_left_to_right(
