@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..modeling_xpress.modeling_xpress import XPressModel
 from .acceptance_xpress import verify
 from .candidate_generator_xpress import XPressCandidateGenerator, row_wise
-from .pairing_xpress import cached_prefix_fits, check_call, check_options, check_pair, real_tokens
+from .pairing_xpress import check_call, check_options, check_pair, check_prefix, real_tokens
 from .statistics_xpress import DraftingStatistics, Round, timed, tracked
 
 
@@ -117,8 +117,11 @@ class DecodingLoop:
         outputs, drafts, scores = self.prefill(), self.ids[:, :0], None
         while True:
             length, past = self.ids.shape[1], self.cache.get_seq_length() - drafts.shape[1] - 1
-            kept = self.commit(outputs, drafts[0], scores, past)
-            self.cache.crop(kept - 1 - drafts.shape[1])
+            try:
+                self.commit(outputs, drafts[0], scores, past)
+            finally:  # also when a streamer or a criterion raises: the cache holds the text so far, and no draft
+                kept = self.ids.shape[1] - length
+                self.cache.crop(kept - 1 - drafts.shape[1])
             self.model_kwargs = self.target._update_model_kwargs_for_generation(
                 outputs, self.model_kwargs, num_new_tokens=kept
             )
@@ -136,14 +139,14 @@ class DecodingLoop:
     def prefill(self):
         """The prompt's forward: what is not in the cache yet, at least its last token."""
         self.prompt_length = length = self.ids.shape[1]
-        cached, mask = self.cache.get_seq_length(), self.model_kwargs.get("attention_mask")
+        cached, mask = int(self.cache.get_seq_length()), self.model_kwargs.get("attention_mask")
         whole = mask.shape[1] if mask is not None else getattr(self.config, "_mask_length", length)
         if whole > length or cached == 0:  # only the new tokens were passed, or all are new
             fed = length
         else:
             if cached >= length:
-                cached_prefix_fits(self.cache, cached)
-                self.cache.crop(length - 1 - cached)
+                check_prefix(self.cache, cached, length)
+                self.cache.crop(-1)
                 cached = length - 1
             fed = length - cached
         if cached:
@@ -194,16 +197,14 @@ class DecodingLoop:
             ids, next_sequence_length=length, is_first_iteration=is_first_iteration, **kwargs
         )
 
-    def commit(self, outputs, draft_P: torch.LongTensor, draft_scores, past: int) -> int:
-        """Appends the round's tokens one by one until one is rejected or a criterion stops; returns how many."""
+    def commit(self, outputs, draft_P: torch.LongTensor, draft_scores, past: int):
+        """Appends the round's tokens one by one until one is rejected or a criterion stops."""
         T = draft_P.shape[0] + 1
         logits_TV = outputs.logits[0, -T:].to(dtype=torch.float32, device=self.ids.device)
-        kept = 0
-        for token, scores_V in self.verified(logits_TV, draft_P, draft_scores):
-            self._record(outputs, kept, T, past, logits_TV[kept], scores_V)
+        for i, (token, scores_V) in enumerate(self.verified(logits_TV, draft_P, draft_scores)):
+            self._record(outputs, i, T, past, logits_TV[i], scores_V)
             token = torch.tensor([token], device=self.ids.device)
             self.ids = torch.cat([self.ids, token[None]], dim=1)
-            kept += 1
             self.stopped = bool(self.criteria(self.ids, self.recorded.get("scores")).all())
             if self.streamer is not None:
                 self.streamer.put(token.cpu())
@@ -211,7 +212,6 @@ class DecodingLoop:
                 break
         if self.stopped and self.streamer is not None:
             self.streamer.end()
-        return kept
 
     def verified(self, logits_TV, draft_P, draft_scores) -> Iterator[tuple[int, torch.Tensor]]:
         """

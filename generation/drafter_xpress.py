@@ -7,6 +7,8 @@ transformers installed (Hugging Face remote code: flat files that import each ot
 import re
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from ..modeling_xpress.modeling_xpress import XPressModel
 from .decoding_xpress import assisted_decoding
 from .dispatch_xpress import install_dispatch
@@ -39,10 +41,17 @@ class XPressDrafterModel(XPressModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """As `PreTrainedModel.from_pretrained`, except that weights which do not fit exactly raise a `ValueError`."""
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
-        _check_loaded(model, info, pretrained_model_name_or_path)
+        name = pretrained_model_name_or_path or "the given `state_dict`"
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise ValueError(
+                f"a weight file of {name} cannot be read ({error}), expected a whole safetensors file: its download was "
+                "probably cut off. Download the folder again."
+            ) from error
+        _check_loaded(model, info, name)
         return (model, info) if wants_info else model
 
     def save_pretrained(self, save_directory, **kwargs):
@@ -50,6 +59,11 @@ class XPressDrafterModel(XPressModel):
         super().save_pretrained(save_directory, **kwargs)
         if kwargs.get("is_main_process", True):
             write_code(Path(save_directory))
+
+    def _upload_modified_files(self, working_dir, *args, **kwargs):
+        # As `PushToHubMixin`, except that `save_pretrained(push_to_hub=True)`, which uploads from within, has its code.
+        write_code(Path(working_dir))
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
 
 class BoundDrafter:
@@ -130,16 +144,26 @@ def _check_loaded(model: XPressModel, info: dict, name) -> None:
         faults.append(f"unexpected: {sorted(info['unexpected_keys'])}")
     for key, found, expected in info["mismatched_keys"]:
         faults.append(f"{key} has the shape {list(found)}, expected {list(expected)} by the config")
-    empty = [
-        n for n, p in model.named_parameters() if n.endswith("norm.weight") and p.device.type != "meta" and not p.any()
-    ]
-    if empty:
-        faults.append(f"all zero, as in a file that was cut off: {empty}")
+    if zeros := _zero_filled(model):
+        faults.append(f"zero at their ends, as in a file that was cut off: {zeros}")
     if faults:
         raise ValueError(
             f"the weights of {name} are not those that its config describes; " + "; ".join(faults) + ". Download the "
             "folder again, or convert a checkpoint of another layout first."
         )
+
+
+def _zero_filled(model: XPressModel) -> list[str]:
+    """Parameters with nothing in their last row, where a cut leaves zeros; of a token table, nothing in any row."""
+    names = []
+    for name, weight in model.named_parameters():
+        elsewhere = weight.device.type == "meta" or weight.numel() == 0
+        if elsewhere or name.endswith("mix.L"):  # the mixer starts at zero
+            continue
+        part = weight if weight.dim() == 1 or name.endswith("w1.weight") else weight[-1]
+        if not part.any():
+            names.append(name)
+    return names
 
 
 def code_files() -> dict[str, str]:

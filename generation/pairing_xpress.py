@@ -81,13 +81,18 @@ def check_cache(target, cache) -> None:
         )
 
 
-def cached_prefix_fits(cache, length: int) -> None:
-    """Raises if a cache that holds the whole prompt cannot give its last position back."""
+def check_prefix(cache, cached: int, length: int) -> None:
+    """Raises unless a cache of `cached` positions is the prompt's own `length` and can give its last one back."""
+    if cached > length:
+        raise ValueError(
+            f"the cache holds {cached} positions, but the prompt has only {length} tokens: expected a cache of a part of "
+            "the prompt. Crop it, or pass the whole sequence as `input_ids`, or its full `attention_mask`."
+        )
     for layer in cache.layers:
         window = getattr(layer, "sliding_window", None)
-        if window is not None and length >= window and not layer.record_past:
+        if window is not None and layer.keys.shape[-2] < min(length, window):
             raise ValueError(
-                f"the cache holds the whole prompt ({length} positions), past a sliding window of {window}, so its "
+                f"the cache holds the whole prompt ({cached} positions), past a sliding window of {window}, so its "
                 "last position cannot be recomputed: pass a cache with at least one position less than the prompt."
             )
 

@@ -45,7 +45,7 @@ class XPressDrafterConfig(Qwen3Config):
     Configuration of an xPress drafter: as `Qwen3Config`, except that it describes a block drafter for one target.
 
     Args:
-        block_size (`int`): Slots of a block, B: the anchor and B - 1 draft tokens.
+        block_size (`int`): Slots of a block, B: the anchor and B - 1 draft tokens; 16 where omitted.
         mask_token_id (`int`): The token whose target embedding fills the draft slots.
         target_layer_ids (`list[int]`): Target layers whose outputs are read, counted from 0; layer `i`'s output is
             `hidden_states[i + 1]`.
@@ -62,7 +62,7 @@ class XPressDrafterConfig(Qwen3Config):
     model_type = "xpress_drafter"
     has_no_defaults_at_init = True
 
-    block_size: int = 16
+    block_size: int | None = None
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
     num_target_layers: int | None = None
@@ -77,6 +77,7 @@ class XPressDrafterConfig(Qwen3Config):
     def __post_init__(self, **kwargs):
         for key, value in (kwargs.pop("dflash_config", None) or {}).items():
             self._take_dflash_entry(key, value)
+        self.block_size = 16 if self.block_size is None else self.block_size
         self._refuse_scales(kwargs)
         if self.xpress_rank is not None:
             self.xpress_mlp_hidden = 2 * self.xpress_rank if self.xpress_mlp_hidden is None else self.xpress_mlp_hidden
@@ -86,6 +87,26 @@ class XPressDrafterConfig(Qwen3Config):
         super().__post_init__(**kwargs)
         self._check_layout()
         self._check_target()
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict, dict]:
+        # As `PreTrainedConfig`, except that a released drafter, which calls itself "qwen3", is read without a warning,
+        # and that a file which leaves its layout open is refused.
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if "speculators_model_type" in config_dict:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} is a speculators checkpoint, whose layer ids count from 1, expected "
+                "the released layout. Convert it with `xpress_drafter.hub_cards.converters.load_speculators`."
+            )
+        if config_dict.get("markov_rank") and "sample_from_anchor" not in config_dict:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} has `markov_rank`={config_dict['markov_rank']} but no "
+                "`sample_from_anchor`: DSpark checkpoints exist in both layouts, expected it stated. If slot k predicts "
+                "position a + k, add `sample_from_anchor`: false to its config.json."
+            )
+        if "dflash_config" in config_dict:
+            config_dict["model_type"] = cls.model_type
+        return config_dict, kwargs
 
     @property
     def refiner_type(self) -> str | None:
@@ -128,7 +149,7 @@ class XPressDrafterConfig(Qwen3Config):
         if key in NEUTRAL:
             return
         flat = getattr(self, key)
-        if flat is not None and flat != value and key != "block_size":
+        if flat is not None and flat != value:
             raise ValueError(
                 f"`{key}` is {flat!r} but `dflash_config` says {value!r}: expected one value. Remove one."
             )

@@ -27,13 +27,15 @@ def sample_anchors(
     """
     Anchors drawn uniformly without replacement from positions that are supervised, as is the next one.
 
+    Drawn on the CPU, so that a seed means the same anchors on every device.
+
     Returns:
         Ascending positions `[N, A]` and whether each is one (sequences may hold fewer than A).
     """
     N, S = loss_mask_NS.shape
     candidates = loss_mask_NS[:, :-1] & loss_mask_NS[:, 1:]
     A = min(num_anchors, max(int(candidates.sum(dim=1).max()), 1))
-    draws = torch.rand(N, S - 1, generator=generator, device=loss_mask_NS.device).masked_fill_(~candidates, -1.0)
+    draws = torch.rand(N, S - 1, generator=generator).to(loss_mask_NS.device).masked_fill_(~candidates, -1.0)
     chosen = draws.topk(A, dim=1)
     positions = chosen.indices.masked_fill(chosen.values < 0, S).sort(dim=1).values
     valid = positions < S

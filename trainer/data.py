@@ -1,15 +1,11 @@
-"""Rows and batches: `input_ids` and a `loss_mask` of the same length (1 on the tokens that the target produced).
-
-Anchors are drawn here, with the batch, so that the loss's denominator is known before any forward.
-"""
+"""Rows and batches: `input_ids` and a `loss_mask` of the same length (1 on the tokens that the target produced)."""
 
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
-
-from .blocks import cut_blocks, sample_anchors
-from .objective import position_weights
 
 
 def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> dict:
@@ -30,49 +26,45 @@ def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> d
     return {"input_ids": row["input_ids"], "loss_mask": row["assistant_masks"]}
 
 
+def check_row(row: dict, name: str = "row") -> None:
+    """Raises a `ValueError` for a row that cannot be trained on."""
+    missing = {"input_ids", "loss_mask"} - set(row)
+    if missing:
+        raise ValueError(f"{name} has the keys {sorted(row)}, expected also {sorted(missing)}.")
+    if len(row["input_ids"]) != len(row["loss_mask"]):
+        raise ValueError(
+            f"{name} has {len(row['input_ids'])} `input_ids` but {len(row['loss_mask'])} `loss_mask` values: expected "
+            "one for each token."
+        )
+    supervised = torch.as_tensor(row["loss_mask"]).bool()
+    if not (supervised[:-1] & supervised[1:]).any():
+        raise ValueError(
+            f"{name} has {int(supervised.sum())} supervised of {len(supervised)} tokens, expected at least two in a "
+            "row: an anchor and the token after it. Leave the row out, or mend its `loss_mask`."
+        )
+
+
 def check_rows(rows) -> None:
-    """Raises a `ValueError` for a row that cannot be trained on, before any work."""
+    """`check_row` for a whole data set, before any work; a stream's rows are checked when they come."""
+    if isinstance(rows, IterableDataset):
+        return
     for number, row in enumerate(rows):
-        missing = {"input_ids", "loss_mask"} - set(row)
-        if missing:
-            raise ValueError(f"row {number} has the keys {sorted(row)}, expected also {sorted(missing)}.")
-        if len(row["input_ids"]) != len(row["loss_mask"]):
-            raise ValueError(
-                f"row {number} has {len(row['input_ids'])} `input_ids` but {len(row['loss_mask'])} `loss_mask` values: "
-                "expected one for each token."
-            )
+        check_row(row, f"row {number}")
 
 
 @dataclass
 class XPressCollator:
-    """
-    Pads rows on the right, draws anchors, and sums the weights of the slots that will count.
+    """Pads rows on the right: `input_ids`, `attention_mask` and `loss_mask` `[N, S]`. Other columns are left out."""
 
-    Returns `input_ids`, `attention_mask`, `loss_mask` `[N, S]`, `anchors`, `anchor_valid` `[N, A]` and `weight` `[N]`.
-    """
-
-    block_size: int
-    num_anchors: int
-    gamma: float
     pad_token_id: int = 0
-    generator: torch.Generator | None = None
 
     def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        ids = torch.nn.utils.rnn.pad_sequence(
-            [torch.as_tensor(row["input_ids"]) for row in rows], batch_first=True, padding_value=self.pad_token_id
-        )
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
-        loss_mask = torch.nn.utils.rnn.pad_sequence(
-            [torch.as_tensor(row["loss_mask"]).bool() for row in rows], batch_first=True
-        )
-        anchors, valid = sample_anchors(loss_mask, self.num_anchors, self.generator)
-        counted = cut_blocks(ids, loss_mask, anchors, valid, self.block_size).counted[..., 1:]
-        weight = (counted * position_weights(self.block_size, self.gamma)).sum(dim=(1, 2))
+        for row in rows:
+            check_row(row)
+        ids = [torch.as_tensor(row["input_ids"]) for row in rows]
+        masks = [torch.as_tensor(row["loss_mask"]).bool() for row in rows]
         return {
-            "input_ids": ids,
-            "attention_mask": (torch.arange(ids.shape[1]) < lengths[:, None]).long(),
-            "loss_mask": loss_mask,
-            "anchors": anchors,
-            "anchor_valid": valid,
-            "weight": weight,
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad_token_id),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+            "loss_mask": pad_sequence(masks, batch_first=True),
         }

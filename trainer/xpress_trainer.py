@@ -7,10 +7,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from ..generation.pairing_xpress import check_pair
 from ..modeling_xpress import XPressModel, base_logits, context_features
-from .blocks import Blocks, block_attention_mask, cut_blocks, document_positions
+from .blocks import Blocks, block_attention_mask, cut_blocks, document_positions, sample_anchors
 from .data import XPressCollator, check_rows
 from .objective import ObjectiveTerms, position_weights, simulated_tau, xpress_objective
 
@@ -41,6 +43,7 @@ class XPressTrainingArguments(TrainingArguments):
     gamma: float = field(default=4.0)
     ce_weight: float = field(default=0.1)
     remove_unused_columns: bool = field(default=False)
+    ddp_find_unused_parameters: bool | None = field(default=False)  # the refiner runs outside the backbone's forward
 
 
 class XPressTrainer(Trainer):
@@ -55,34 +58,61 @@ class XPressTrainer(Trainer):
 
     def __init__(self, drafter: XPressModel, target: PreTrainedModel, args: XPressTrainingArguments, **kwargs):
         _check_drafter(drafter, args)
+        check_pair(drafter, target)
         for name in ("train_dataset", "eval_dataset"):
-            if kwargs.get(name) is not None:
-                check_rows(kwargs[name])
+            datasets = kwargs.get(name)
+            for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
+                if dataset is not None:
+                    check_rows(dataset)
         self.target = target.eval().requires_grad_(False)
-        kwargs.setdefault("data_collator", XPressCollator(drafter.config.block_size, args.num_anchors, args.gamma))
+        kwargs.setdefault("data_collator", XPressCollator())
         super().__init__(model=drafter, args=args, **kwargs)
         self.target.to(args.device)
         self.model_accepts_loss_kwargs = True  # `num_items_in_batch` is our denominator, over the global batch
         self.loss_is_scaled_for_ga = True
         self._sums = defaultdict(float)
 
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor | None:
-        """The sum of the weights of all slots that count in the global batch: what the loss is divided by."""
-        if not batch_samples:
-            return None
-        weight = sum(batch["weight"].sum() for batch in batch_samples).to(device)
-        if self.args.world_size > 1:
+    def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
+        # As `Trainer`, except that anchors are drawn here, seeded by step and process, so that a resumed run draws the
+        # same, and that the items are the weights of all slots that count in the global batch: the loss's denominator.
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        args = self.args
+        generator = torch.Generator().manual_seed(
+            (args.seed << 32) + self.state.global_step * args.world_size + args.process_index
+        )
+        weight = torch.zeros((), device=device)
+        for batch in batches:
+            self.draw_anchors(batch, generator)
+            weight += self.slot_weights(self.cut_blocks(batch).counted).sum()
+        if args.world_size > 1:
             weight = self.accelerator.gather(weight).sum()
-        return weight
+        return batches, weight
+
+    def draw_anchors(self, batch: dict, generator: torch.Generator):
+        """Adds `anchors` and `anchor_valid` `[N, A]` to a batch."""
+        anchors = sample_anchors(batch["loss_mask"], self.args.num_anchors, generator)
+        batch["anchors"], batch["anchor_valid"] = anchors
+
+    def cut_blocks(self, batch: dict) -> Blocks:
+        return cut_blocks(
+            batch["input_ids"],
+            batch["loss_mask"],
+            batch["anchors"],
+            batch["anchor_valid"],
+            self.accelerator.unwrap_model(self.model).config.block_size,
+        )
+
+    def slot_weights(self, counted: torch.Tensor) -> torch.Tensor:
+        """The position weights of the draft slots that count `[..., P]`, from `counted` `[..., B]`."""
+        return counted[..., 1:] * position_weights(counted.shape[-1], self.args.gamma, counted.device)
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         with self.accelerator.autocast():
-            terms = self.objective(inputs)
+            terms = self.objective(model, inputs)
         weight = terms.weight if num_items_in_batch is None else num_items_in_batch
-        loss = terms.loss(self.args.lambda_consistency, self.lambda_anchor()) / weight.clamp_min(1e-9)
+        loss = terms.loss(self.args.lambda_consistency, self.lambda_anchor()) / weight
         if self.args.world_size > 1:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
-        self._record(terms)
         return (loss, {"loss": loss}) if return_outputs else loss
 
     def lambda_anchor(self) -> float:
@@ -91,35 +121,30 @@ class XPressTrainer(Trainer):
         start, end = self.args.lambda_anchor_start, self.args.lambda_anchor_end
         return start + (end - start) * min(progress, 1.0)
 
-    def objective(self, inputs: dict) -> ObjectiveTerms:
-        """The objective's terms of one batch; its blocks are kept for the logs."""
-        drafter, args = self.accelerator.unwrap_model(self.model), self.args
-        blocks = cut_blocks(
-            inputs["input_ids"],
-            inputs["loss_mask"],
-            inputs["anchors"],
-            inputs["anchor_valid"],
-            drafter.config.block_size,
-        )
+    def objective(self, model, inputs: dict) -> ObjectiveTerms:
+        """The objective's terms of one batch, which has its anchors; also added to the sums that `log` averages."""
+        drafter = self.accelerator.unwrap_model(model)
+        blocks = self.cut_blocks(inputs)
         features, teacher_NSV = self.read_target(inputs)
-        h_NABH = draft_blocks(drafter, self.target, features, blocks, inputs["attention_mask"])
+        h_NABH = draft_blocks(model, self.target, features, blocks, inputs["attention_mask"])
         valid = blocks.valid
-        h_MBH, tokens_MB, counted_MP = h_NABH[valid], blocks.tokens[valid], blocks.counted[valid][:, 1:]
-        weights_MP = counted_MP * position_weights(drafter.config.block_size, args.gamma, counted_MP.device)
+        h_MBH, tokens_MB, counted_MB = h_NABH[valid], blocks.tokens[valid], blocks.counted[valid]
         terms = xpress_objective(
             drafter.refiner,
             h_MBH,
-            base_logits(self.target, h_MBH[:, 1:]),
+            base_logits(self.target, h_MBH[:, 1:].to(features.dtype)),
             tokens_MB,
             blocks.predecessors[valid],
             teacher_of_blocks(teacher_NSV, blocks),
-            weights_MP,
-            num_rounds=args.num_rounds,
-            ce_weight=args.ce_weight,
+            self.slot_weights(counted_MB),
+            num_rounds=self.args.num_rounds,
+            ce_weight=self.args.ce_weight,
         )
+        for name in ("teacher_forced", "consistency", "anchor", "weight"):
+            self._sums[name] += getattr(terms, name).detach()
         for j, guess in enumerate(terms.guesses):
-            self._sums[f"tau_pass_{j}"] += simulated_tau(guess, tokens_MB[:, 1:], counted_MP)
-        self._sums["blocks"] += h_MBH.shape[0]
+            self._sums[f"tau_pass_{j}"] += simulated_tau(guess, tokens_MB[:, 1:], counted_MB[:, 1:])
+        self._sums["blocks"] += valid.sum()
         return terms
 
     @torch.no_grad()
@@ -135,17 +160,42 @@ class XPressTrainer(Trainer):
         logits = base_logits(self.target, outputs.last_hidden_state)
         return context_features(outputs.hidden_states, layer_ids), logits.float().softmax(dim=-1)
 
-    def _record(self, terms: ObjectiveTerms):
-        for name in ("teacher_forced", "consistency", "anchor", "weight"):
-            self._sums[name] += getattr(terms, name).detach()
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        # As `Trainer`, except that the objective is summed for `evaluation_loop`, on anchors that are always the same.
+        inputs = self._prepare_inputs(inputs)
+        self.draw_anchors(inputs, torch.Generator().manual_seed(self.args.seed))
+        with torch.no_grad(), self.accelerator.autocast():
+            self.objective(model, inputs)
+        return None, None, None
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        # As `Trainer`, except that the loss is one quotient over the whole data set, with the last weight of the base
+        # term so that evaluations of one run compare; its terms and the simulated tau stand beside it.
+        training, self._sums = self._sums, defaultdict(float)
+        try:
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            means = self._means()
+        finally:
+            self._sums = training
+        terms = ObjectiveTerms(means["loss_teacher_forced"], means["loss_consistency"], means["loss_anchor"], 1.0, [])
+        means["loss"] = terms.loss(self.args.lambda_consistency, self.args.lambda_anchor_end)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
+        return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As `Trainer`, with every loss term and the simulated tau (accepted + 1) of base and rounds, averaged."""
-        sums, self._sums = self._sums, defaultdict(float)
-        if sums["weight"] > 0 and "loss" in logs:
-            logs |= {f"loss_{k}": float(sums[k] / sums["weight"]) for k in ("teacher_forced", "consistency", "anchor")}
-            logs |= {k: float(v / sums["blocks"]) for k, v in sums.items() if k.startswith("tau_")}
+        if "loss" in logs:
+            logs |= self._means()
+            self._sums = defaultdict(float)
         super().log(logs, start_time)
+
+    def _means(self) -> dict[str, float]:
+        """Terms per unit of weight and tau per block, over all processes, of what was summed."""
+        names = list(self._sums)
+        sums = torch.stack([torch.as_tensor(self._sums[name]).double() for name in names])
+        sums = dict(zip(names, self.accelerator.reduce(sums).tolist()))
+        means = {f"loss_{name}": sums[name] / sums["weight"] for name in ("teacher_forced", "consistency", "anchor")}
+        return means | {name: value / sums["blocks"] for name, value in sums.items() if name.startswith("tau_")}
 
 
 def draft_blocks(
@@ -158,15 +208,16 @@ def draft_blocks(
 ) -> torch.Tensor:
     """The backbone's normed states of all blocks `[N, A, B, H]`, in one pass over context and blocks."""
     N, A, B = blocks.tokens.shape
-    noise_ids = torch.full_like(blocks.tokens, drafter.config.mask_token_id)
+    unwrapped = extract_model_from_parallel(drafter)
+    noise_ids = torch.full_like(blocks.tokens, unwrapped.config.mask_token_id)
     noise_ids[..., 0] = blocks.tokens[..., 0]
-    noise_embeds = target.get_input_embeddings()(noise_ids.flatten(1)).to(features_NSF.dtype)
+    noise_embeds = target.get_input_embeddings()(noise_ids.flatten(1)).to(unwrapped.dtype)
     if document_ids_NS is None:
         document_ids_NS = torch.zeros_like(attention_mask_NS)
     mask = block_attention_mask(blocks.anchors, blocks.valid, B, attention_mask_NS, document_ids_NS)
     h = drafter(
         noise_embeds=noise_embeds,
-        context_hidden_states=features_NSF,
+        context_hidden_states=features_NSF.to(unwrapped.dtype),
         position_ids=torch.cat([document_positions(document_ids_NS), blocks.positions.flatten(1)], dim=1),
         attention_mask=mask,
     ).last_hidden_state

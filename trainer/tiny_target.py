@@ -1,30 +1,25 @@
 """The tiny target: a Qwen3-architecture language model of six million parameters that answers word problems.
 
 First half of the shipped pair (`hub_cards/tiny`). Trained from scratch on GSM8K question-and-answer text (Cobbe et
-al. 2021, MIT licence, Hub data set `openai/gsm8k`) with plain `transformers.Trainer`; the drafter's half is
-`hub_cards/tiny_pair.py`. Rows are dictionaries with `question` and `answer`.
+al. 2021, MIT licence, Hub data set `openai/gsm8k`) in a plain loop; the drafter's half is
+`tiny_pair.py`. Rows are dictionaries with `question` and `answer`.
 """
 
 import json
+import math
 import random
 import re
+import time
 from pathlib import Path
 
-from datasets import Dataset
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
-)
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
 VOCAB_SIZE = 2048
 WINDOW = 384
+BATCH = 4
 HELD_OUT = 200  # of the training questions, to watch the loss; the test questions are never read here
 
 PAD, USER, ASSISTANT, END, MASK = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|mask|>"
@@ -95,12 +90,11 @@ def target_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
     )
 
 
-def pack(rows: list[dict], tokenizer: PreTrainedTokenizerFast) -> Dataset:
-    """Chats end to end, cut into windows of `WINDOW` tokens; every token is a label."""
+def pack(rows: list[dict], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """Chats end to end, cut into windows of `WINDOW` tokens `[windows, WINDOW]`; every token is a label."""
     texts = [tokenizer.apply_chat_template(chat(row), tokenize=False) for row in rows]
-    ids = [token for text in tokenizer(texts)["input_ids"] for token in text]
-    windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - WINDOW + 1, WINDOW)]
-    return Dataset.from_dict({"input_ids": windows, "labels": windows})
+    ids = torch.tensor([token for text in tokenizer(texts)["input_ids"] for token in text])
+    return ids[: len(ids) - len(ids) % WINDOW].view(-1, WINDOW)
 
 
 def split(rows: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
@@ -109,50 +103,71 @@ def split(rows: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
     return rows[:HELD_OUT], rows[HELD_OUT:]
 
 
-def train_target(rows: list[dict], out: Path, steps: int, seed: int) -> Path:
-    """Trains tokenizer and target on `rows`, saves both in bf16 under `out/target` and returns that folder.
+def optimizers(model: Qwen3ForCausalLM, steps: int) -> list[tuple]:
+    """Muon for the matrices (it needed about half of AdamW's tokens here), AdamW for the rest; cosine after warm-up."""
+    hidden = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+    rest = [p for n, p in model.named_parameters() if p.dim() < 2 or "embed" in n]
 
-    Checkpoints lie under `out/target-checkpoints`; a killed run goes on from the last one.
+    def factor(step: int) -> float:
+        return min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+    muon = torch.optim.Muon(hidden, lr=0.02, weight_decay=0.01, momentum=0.95)
+    adamw = torch.optim.AdamW(rest, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    return [(o, torch.optim.lr_scheduler.LambdaLR(o, factor)) for o in (muon, adamw)]
+
+
+def language_loss(model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(input_ids=windows, labels=windows).loss
+
+
+def train_target(rows: list[dict], out: Path, steps: int, seed: int) -> Path:
     """
-    set_seed(seed)
+    Trains tokenizer and target on `rows`, saves both in bf16 under `out/target` and returns that folder.
+
+    `out/target-checkpoint.pt` is written every 200 steps; a killed run goes on from it, with the same batches.
+    """
+    torch.manual_seed(seed)
     held_out, train = split(rows, seed)
     tokenizer = train_tokenizer(train)
     model = Qwen3ForCausalLM(target_config(tokenizer))
-    checkpoints = out / "target-checkpoints"
-    args = TrainingArguments(
-        output_dir=str(checkpoints),
-        max_steps=steps,
-        per_device_train_batch_size=12,
-        per_device_eval_batch_size=12,
-        learning_rate=2e-3,
-        lr_scheduler_type="cosine",
-        warmup_steps=0.04,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        bf16=True,
-        logging_steps=50,
-        eval_strategy="steps",
-        eval_steps=400,
-        save_steps=200,
-        save_total_limit=1,
-        report_to=[],
-        seed=seed,
-        dataloader_num_workers=0,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    trainer = Trainer(
-        model=model,
-        args=args,
-        train_dataset=pack(train, tokenizer),
-        eval_dataset=pack(held_out, tokenizer),
-        data_collator=default_data_collator,
-    )
-    trainer.train(resume_from_checkpoint=any(checkpoints.glob("checkpoint-*")))
+    windows, watched = pack(train, tokenizer), pack(held_out, tokenizer)
+    pairs, checkpoint, log, first = optimizers(model, steps), out / "target-checkpoint.pt", [], 0
+    parts = [model, *(part for pair in pairs for part in pair)]
+    if checkpoint.exists():
+        state = torch.load(checkpoint)
+        first, log = state["step"], state["log"]
+        for part, saved in zip(parts, state["parts"]):
+            part.load_state_dict(saved)
+    start, losses = time.perf_counter(), []
+    for step in range(first, steps):
+        picks = torch.randint(len(windows), (BATCH,), generator=torch.Generator().manual_seed(seed * 10**6 + step))
+        loss = language_loss(model, windows[picks])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, scheduler in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        losses.append(loss.item())
+        if (step + 1) % 200 == 0 or step + 1 == steps:
+            with torch.no_grad():
+                held_out_loss = sum(language_loss(model, batch).item() for batch in watched.split(16)[:-1])
+            log.append(
+                {
+                    "step": step + 1,
+                    "loss": round(sum(losses) / len(losses), 4),
+                    "held_out_loss": round(held_out_loss / (len(watched.split(16)) - 1), 4),
+                    "seconds": round(time.perf_counter() - start),
+                }
+            )
+            print(log[-1], flush=True)
+            losses = []
+            torch.save({"step": step + 1, "log": log, "parts": [part.state_dict() for part in parts]}, checkpoint)
     folder = out / "target"
     model.bfloat16()
     model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(folder)
+    (out / "target-log.json").write_text(json.dumps(log, indent=1))
     tokenizer.save_pretrained(folder)
-    (out / "target-log.json").write_text(json.dumps(trainer.state.log_history, indent=1))
+    model.save_pretrained(folder)
     return folder

@@ -1,0 +1,203 @@
+"""The command line: `xpress demo`, `generate`, `bench-refine`, `build-tiny`."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
+
+from .generation.benchmark import refinement_ways, time_ways
+from .generation.evaluation import ArmResult, compare, pass_arms
+from .generation.statistics_xpress import DraftingStatistics, track_drafting
+
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+console = Console(highlight=False)
+
+HERE = Path(__file__).parent
+TINY = HERE / "hub_cards" / "tiny"
+PROBLEMS = HERE / "hub_cards" / "prompts" / "word_problems.jsonl"
+COLOURS = ("green", "cyan", "yellow", "magenta")
+
+Passes = Annotated[int | None, typer.Option(min=0, help="Jacobi passes K; the drafter's own where omitted.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")]
+
+
+class RoundStreamer:
+    """Prints tokens as they come, every round's accepted run in a colour of its own."""
+
+    def __init__(self, tokenizer, drafting: DraftingStatistics):
+        self.tokenizer, self.drafting = tokenizer, drafting
+        self.tokens, self.shown, self.prompt_seen = [], "", False
+
+    def put(self, tokens: torch.Tensor):
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            return
+        self.tokens += tokens.flatten().tolist()
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if text.endswith("\ufffd"):  # inside a character of several tokens
+            return
+        colour = COLOURS[len(self.drafting.rounds) % len(COLOURS)]
+        console.print(Text(text[len(self.shown) :], style=colour), end="", soft_wrap=True)
+        self.shown = text
+
+    def end(self):
+        console.print()
+
+
+def load_pair(target: str, drafter: str, dtype: torch.dtype):
+    """Tokenizer, target and drafter, loaded as any user would; an unusable folder ends the command."""
+    logging.disable_progress_bar()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+        return tokenizer, model, AutoModel.from_pretrained(drafter, dtype=dtype).eval()
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def encode(tokenizer, prompt: str) -> torch.Tensor:
+    """The prompt as `input_ids` `[1, n]`, through the chat template where there is one."""
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")["input_ids"]
+    chat = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+        "input_ids"
+    ]
+
+
+def stream_answer(tokenizer, target, drafter, prompt: str, **generate) -> None:
+    """Prints one answer in the colours of its rounds, and what drafting did."""
+    inputs = encode(tokenizer, prompt)
+    with track_drafting() as drafting:
+        streamer = RoundStreamer(tokenizer, drafting)
+        target.generate(inputs, assistant_model=drafter, streamer=streamer, **generate)
+    tokens = len(streamer.tokens)
+    console.print(
+        f"[dim]{tokens} tokens in {len(drafting.rounds)} rounds; tau {drafting.tau:.2f} tokens per round (accepted + 1); "
+        f"{tokens / drafting.seconds['total']:.0f} tokens/s; {drafting.overhead:.0%} of the time outside forwards and "
+        "refinement[/dim]"
+    )
+
+
+def arms_table(results: list[ArmResult], title: str) -> Table:
+    table = Table(title=title)
+    for column in ("", "tau", "tokens/s", "speed-up", "identical"):
+        table.add_column(column, justify="left" if not column else "right")
+    for result in results:
+        tau = f"{result.drafting.tau:.2f}" if result.drafting.rounds else "1.00"
+        table.add_row(
+            result.name,
+            tau,
+            f"{result.tokens_per_second:.0f}",
+            f"{result.speed_up(results[0]):.2f}x",
+            "yes" if all(result.identical) else f"{sum(result.identical)} of {len(result.identical)}",
+        )
+    return table
+
+
+def read_problems() -> list[str]:
+    return [json.loads(line)["question"] for line in PROBLEMS.read_text(encoding="utf-8").splitlines()]
+
+
+def show_comparison(tokenizer, target, drafter, prompts: Iterable[str], max_new_tokens: int) -> list[ArmResult]:
+    inputs = [encode(tokenizer, prompt) for prompt in prompts]
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("comparing", total=len(inputs))
+        results = compare(
+            target,
+            inputs,
+            pass_arms(drafter, [1, 2, 4, 6]),
+            on_prompt=lambda done: progress.update(task, completed=done),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+        )
+    console.print(arms_table(results, f"{len(inputs)} prompts, greedy, fp32, {torch.get_num_threads()} threads"))
+    console.print(
+        "[dim]tau: tokens per round, accepted + 1. tokens/s: median over prompts, arms interleaved. speed-up: median of "
+        "per-prompt ratios. identical: the same tokens as plain.[/dim]"
+    )
+    return results
+
+
+@app.command()
+def demo(max_new_tokens: MaxNewTokens = 96):
+    """The shipped pair at work: one streamed answer, then 20 word problems with and without the drafter."""
+    tokenizer, target, drafter = load_pair(str(TINY / "target"), str(TINY / "drafter"), torch.float32)
+    problems = read_problems()
+    console.print(f"[bold]{problems[0]}[/bold]\n[dim]one colour per round: the tokens of a round came together[/dim]")
+    stream_answer(tokenizer, target, drafter, problems[0], max_new_tokens=max_new_tokens, do_sample=False)
+    show_comparison(tokenizer, target, drafter, problems, max_new_tokens)
+
+
+@app.command()
+def generate(
+    prompt: str,
+    target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = str(TINY / "target"),
+    drafter: Annotated[str, typer.Option(help="Hub id or folder of its drafter.")] = str(TINY / "drafter"),
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    passes: Passes = None,
+    max_new_tokens: MaxNewTokens = 256,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+):
+    """Streams one answer of any target with its drafter."""
+    if dtype not in ("float32", "bfloat16"):
+        raise typer.BadParameter(f"--dtype is {dtype!r}, expected float32 or bfloat16.")
+    tokenizer, model, assistant = load_pair(target, drafter, getattr(torch, dtype))
+    torch.manual_seed(seed)
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    try:
+        stream_answer(
+            tokenizer, model, assistant, prompt, max_new_tokens=max_new_tokens, num_passes=passes, **sampling
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def bench_refine(
+    vocab_size: int = 151936,
+    hidden_size: int = 4096,
+    rank: int = 256,
+    mlp_width: int = 512,
+    block_size: int = 16,
+    shortlist: int = 512,
+    repeats: int = 20,
+):
+    """Times one block's refinement in bf16 at a head's shape (the 8B drafter's by default)."""
+    ways = refinement_ways(vocab_size, hidden_size, rank, mlp_width, block_size, shortlist, torch.bfloat16)
+    times = time_ways(ways, repeats)
+    markov = next(iter(times.values()))
+    table = Table(title=f"One block's refinement, bf16, {torch.get_num_threads()} threads, median of {repeats}")
+    for column in ("", "ms", "Markov / this"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, value in times.items():
+        table.add_row(name, f"{value:.2f}", f"{markov / value:.1f}x")
+    console.print(table)
+
+
+@app.command()
+def build_tiny(
+    data: Annotated[Path, typer.Argument(exists=True, help="gsm8k-train.jsonl: rows of question and answer.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the pair; a killed run goes on in it.")],
+    seed: int = 0,
+):
+    """Rebuilds the shipped pair from GSM8K's text."""
+    from .trainer.tiny_pair import build_tiny as build
+
+    build(data, out, seed)
+    console.print(f"The pair lies in {out / 'target'} and {out / 'drafter'}.")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,113 @@
+"""Builds the shipped pair from GSM8K's text: target, the target's own answers, drafter. One seeded run, resumable.
+
+    xpress build-tiny gsm8k-train.jsonl OUT
+
+Everything lies under OUT; a killed run goes on where it stopped. The steps are fixed numbers, not times, so that two
+machines train the same pair.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from ..generation import XPressDrafterModel
+from .xpress_trainer import XPressTrainer, XPressTrainingArguments
+from .tiny_target import chat, read_rows, split, train_target
+
+
+TARGET_STEPS = 3000
+DRAFTER_STEPS = 6000
+BLOCK_SIZE = 8
+TAPS = [2, 5, 8]
+MAX_ANSWER = 240  # tokens; the longest training answers have about this many
+
+
+def build_tiny(
+    data: Path, out: Path, seed: int = 0, target_steps: int = TARGET_STEPS, drafter_steps: int = DRAFTER_STEPS
+) -> Path:
+    """Runs all that is not done yet under `out` and returns it: `target/`, `answers.jsonl`, `drafter/`, logs."""
+    rows = read_rows(data)
+    out.mkdir(parents=True, exist_ok=True)
+    if not (out / "target" / "model.safetensors").exists():
+        train_target(rows, out, target_steps, seed)
+    answers = answer_questions(
+        out / "target", [row["question"] for row in split(rows, seed)[1]], out / "answers.jsonl"
+    )
+    if not (out / "drafter" / "model.safetensors").exists():
+        train_drafter(out, answers, drafter_steps, seed)
+    return out
+
+
+@torch.no_grad()
+def answer_questions(target_folder: Path, questions: list[str], path: Path, batch_size: int = 128) -> list[dict]:
+    """
+    The target's own greedy answers as training rows, appended to `path` batch by batch.
+
+    Questions of like length go together, so little is padded. Answers that do not end are kept up to `MAX_ANSWER`.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(target_folder, padding_side="left")
+    prompts = [
+        tokenizer.apply_chat_template(chat({"question": q, "answer": ""})[:1], add_generation_prompt=True)["input_ids"]
+        for q in questions
+    ]
+    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.bfloat16).eval()
+    with path.open("a") as file:
+        for start in range(len(done), len(order), batch_size):
+            batch = [prompts[i] for i in order[start : start + batch_size]]
+            inputs = tokenizer.pad({"input_ids": batch}, return_tensors="pt")
+            outputs = target.generate(**inputs, max_new_tokens=MAX_ANSWER, do_sample=False)
+            rows = [row_of(p, o[inputs["input_ids"].shape[1] :], tokenizer) for p, o in zip(batch, outputs.tolist())]
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.flush()
+            done += rows
+            print(f"answers: {len(done)} of {len(order)}", flush=True)
+    return done
+
+
+def row_of(prompt: list[int], answer: list[int], tokenizer) -> dict:
+    """A training row of a prompt and its answer, cut after the end-of-turn token."""
+    if tokenizer.eos_token_id in answer:
+        answer = answer[: answer.index(tokenizer.eos_token_id) + 1]
+    return {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
+
+
+def train_drafter(out: Path, answers: list[dict], steps: int, seed: int) -> Path:
+    """Trains the drafter on `answers` and saves it in bf16 under `out/drafter`."""
+    set_seed(seed)
+    tokenizer = AutoTokenizer.from_pretrained(out / "target")
+    target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
+    drafter = XPressDrafterModel.for_target(
+        target,
+        mask_token_id=tokenizer.mask_token_id,
+        num_hidden_layers=2,
+        target_layer_ids=TAPS,
+        block_size=BLOCK_SIZE,
+        xpress_rank=64,
+        xpress_mlp_hidden=128,
+    )
+    checkpoints = out / "drafter-checkpoints"
+    args = XPressTrainingArguments(
+        output_dir=str(checkpoints),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        learning_rate=1.5e-3,
+        num_anchors=24,
+        bf16=True,
+        logging_steps=100,
+        save_steps=500,
+        save_total_limit=1,
+        report_to=[],
+        seed=seed,
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = XPressTrainer(drafter, target, args, train_dataset=Dataset.from_list(answers))
+    trainer.train(resume_from_checkpoint=any(checkpoints.glob("checkpoint-*")))
+    drafter.bfloat16().save_pretrained(out / "drafter")
+    (out / "drafter-log.json").write_text(json.dumps(trainer.state.log_history, indent=1))
+    return out / "drafter"
