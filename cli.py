@@ -1,7 +1,6 @@
-"""The command line: `xpress demo`, `generate`, `bench-refine`, `build-tiny`."""
+"""The command line: `xpress demo`, `generate`, `compare`, `bench-refine`, `build-tiny`."""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +14,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from .generation.benchmark import refinement_ways, time_ways
-from .generation.evaluation import ArmResult, compare, pass_arms
+from .generation.evaluation import compare, pass_arms
 from .generation.statistics_xpress import DraftingStatistics, track_drafting
 
 
@@ -28,6 +27,9 @@ PROBLEMS = HERE / "hub_cards" / "prompts" / "word_problems.jsonl"
 COLOURS = ("green", "cyan", "yellow", "magenta")
 
 Passes = Annotated[int | None, typer.Option(min=0, help="Jacobi passes K; the drafter's own where omitted.")]
+Target = Annotated[str, typer.Option(help="Hub id or folder of the target.")]
+Drafter = Annotated[str, typer.Option(help="Hub id or folder of its drafter.")]
+Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
 MaxNewTokens = Annotated[int, typer.Option(min=1, help="Tokens to generate, at most.")]
 
 
@@ -52,6 +54,12 @@ class RoundStreamer:
 
     def end(self):
         console.print()
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    if name not in ("float32", "bfloat16"):
+        raise typer.BadParameter(f"--dtype is {name!r}, expected float32 or bfloat16.")
+    return getattr(torch, name)
 
 
 def load_pair(target: str, drafter: str, dtype: torch.dtype):
@@ -89,27 +97,36 @@ def stream_answer(tokenizer, target, drafter, prompt: str, **generate) -> None:
     )
 
 
-def arms_table(results: list[ArmResult], title: str) -> Table:
+def arms_table(rows: list[dict], title: str) -> Table:
     table = Table(title=title)
     for column in ("", "tau", "tokens/s", "speed-up", "identical"):
         table.add_column(column, justify="left" if not column else "right")
-    for result in results:
-        tau = f"{result.drafting.tau:.2f}" if result.drafting.rounds else "1.00"
-        table.add_row(
-            result.name,
-            tau,
-            f"{result.tokens_per_second:.0f}",
-            f"{result.speed_up(results[0]):.2f}x",
-            "yes" if all(result.identical) else f"{sum(result.identical)} of {len(result.identical)}",
-        )
+    for row in rows:
+        same = "yes" if row["identical"] == row["prompts"] else f"{row['identical']} of {row['prompts']}"
+        speed = f"{row['speed_up']:.2f}x"
+        table.add_row(row["arm"], f"{row['tau']:.2f}", f"{row['tokens_per_second']:.0f}", speed, same)
     return table
 
 
-def read_problems() -> list[str]:
-    return [json.loads(line)["question"] for line in PROBLEMS.read_text(encoding="utf-8").splitlines()]
+def read_prompts(path: Path) -> list[str]:
+    """The prompts of a JSONL file: rows with `prompt`, `question` or `turns` (the first turn)."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise typer.BadParameter(f"{path}, line {number}: expected a JSON object, got {line[:60]!r}.") from error
+        text = row.get("prompt") or row.get("question") or (row.get("turns") or [None])[0]
+        if text is None:
+            raise typer.BadParameter(
+                f"{path}, line {number}: expected a key 'prompt', 'question' or 'turns', got {sorted(row)}."
+            )
+        prompts.append(text)
+    return prompts
 
 
-def show_comparison(tokenizer, target, drafter, prompts: Iterable[str], max_new_tokens: int) -> list[ArmResult]:
+def show_comparison(tokenizer, target, drafter, prompts: list[str], max_new_tokens: int) -> list[dict]:
+    """Runs and prints the comparison; returns its rows."""
     inputs = [encode(tokenizer, prompt) for prompt in prompts]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("comparing", total=len(inputs))
@@ -121,19 +138,21 @@ def show_comparison(tokenizer, target, drafter, prompts: Iterable[str], max_new_
             max_new_tokens=max_new_tokens,
             do_sample=False,
         )
-    console.print(arms_table(results, f"{len(inputs)} prompts, greedy, fp32, {torch.get_num_threads()} threads"))
+    rows = [result.as_row(results[0]) for result in results]
+    precision = str(target.dtype).removeprefix("torch.")
+    console.print(arms_table(rows, f"{len(inputs)} prompts, greedy, {precision}, {torch.get_num_threads()} threads"))
     console.print(
         "[dim]tau: tokens per round, accepted + 1. tokens/s: median over prompts, arms interleaved. speed-up: median of "
         "per-prompt ratios. identical: the same tokens as plain.[/dim]"
     )
-    return results
+    return rows
 
 
 @app.command()
 def demo(max_new_tokens: MaxNewTokens = 96):
     """The shipped pair at work: one streamed answer, then 20 word problems with and without the drafter."""
     tokenizer, target, drafter = load_pair(str(TINY / "target"), str(TINY / "drafter"), torch.float32)
-    problems = read_problems()
+    problems = read_prompts(PROBLEMS)
     console.print(f"[bold]{problems[0]}[/bold]\n[dim]one colour per round: the tokens of a round came together[/dim]")
     stream_answer(tokenizer, target, drafter, problems[0], max_new_tokens=max_new_tokens, do_sample=False)
     show_comparison(tokenizer, target, drafter, problems, max_new_tokens)
@@ -142,18 +161,16 @@ def demo(max_new_tokens: MaxNewTokens = 96):
 @app.command()
 def generate(
     prompt: str,
-    target: Annotated[str, typer.Option(help="Hub id or folder of the target.")] = str(TINY / "target"),
-    drafter: Annotated[str, typer.Option(help="Hub id or folder of its drafter.")] = str(TINY / "drafter"),
+    target: Target = str(TINY / "target"),
+    drafter: Drafter = str(TINY / "drafter"),
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     passes: Passes = None,
     max_new_tokens: MaxNewTokens = 256,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Dtype = "float32",
 ):
     """Streams one answer of any target with its drafter."""
-    if dtype not in ("float32", "bfloat16"):
-        raise typer.BadParameter(f"--dtype is {dtype!r}, expected float32 or bfloat16.")
-    tokenizer, model, assistant = load_pair(target, drafter, getattr(torch, dtype))
+    tokenizer, model, assistant = load_pair(target, drafter, torch_dtype(dtype))
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     try:
@@ -162,6 +179,24 @@ def generate(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+
+
+@app.command("compare")
+def compare_arms(
+    prompts: Annotated[Path, typer.Argument(exists=True, help="JSONL with `prompt`, `question` or `turns`.")],
+    target: Target = str(TINY / "target"),
+    drafter: Drafter = str(TINY / "drafter"),
+    limit: Annotated[int, typer.Option(min=1, help="First prompts of the file.")] = 20,
+    max_new_tokens: MaxNewTokens = 128,
+    dtype: Dtype = "float32",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers here.")] = None,
+):
+    """Any pair on prompts of your own: plain, DFlash and xPress, interleaved."""
+    texts = read_prompts(prompts)[:limit]
+    pair = load_pair(target, drafter, torch_dtype(dtype))
+    rows = show_comparison(*pair, texts, max_new_tokens)
+    if json_file is not None:
+        json_file.write_text(json.dumps(rows, indent=1))
 
 
 @app.command()

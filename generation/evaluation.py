@@ -35,6 +35,23 @@ class ArmResult:
         rates = ([t / s for t, s in zip(arm.tokens, arm.seconds)] for arm in (self, plain))
         return median(ours / theirs for ours, theirs in zip(*rates))
 
+    def as_row(self, plain: "ArmResult") -> dict:
+        """The arm's numbers as plain data, for JSON and cards."""
+        return {
+            "arm": self.name,
+            "tau": self.drafting.tau if self.drafting.rounds else 1.0,
+            "tokens_per_second": self.tokens_per_second,
+            "speed_up": self.speed_up(plain),
+            "identical": sum(self.identical),
+            "prompts": len(self.identical),
+            "tokens": sum(self.tokens),
+            "rounds": len(self.drafting.rounds),
+            "accepted": self.drafting.accepted,
+            "acceptance": self.drafting.acceptance,
+            "seconds": dict(self.drafting.seconds),
+            "overhead": self.drafting.overhead,
+        }
+
 
 def pass_arms(drafter, passes: list[int]) -> dict[str, dict]:
     """Arms by name: plain, the drafter's base logits alone (DFlash), K passes, and the fixed point (B - 1 passes)."""
