@@ -28,10 +28,6 @@ RELIED_ON = {
 MARK = "_hands_over_to_assistant"
 
 
-def brings_its_own_decoding(assistant) -> bool:
-    return hasattr(assistant, "assisted_decoding") and hasattr(assistant, "with_options")
-
-
 def install_dispatch() -> None:
     """Wraps `GenerationMixin`; does nothing the second time, whichever copy of this file came first."""
     if hasattr(GenerationMixin._assisted_decoding, MARK):
@@ -55,12 +51,11 @@ def _wrap_generate(upstream):
         bound = signature.bind_partial(self, *args, **kwargs).arguments
         assistant, config = bound.get("assistant_model"), bound.get("generation_config")
         chosen = kwargs.get("speculation_type") or (config or self.generation_config).speculation_type
-        if chosen is None and brings_its_own_decoding(assistant):
-            # Our options are no arguments of `generate`: they travel with the assistant.
-            bound["assistant_model"], bound["kwargs"] = assistant.with_options(**bound.get("kwargs", {}))
-            kwargs = {**bound.pop("kwargs"), **bound}
-            kwargs.pop("self")
-            return upstream(self, **kwargs)
+        if chosen is None and hasattr(assistant, "with_options"):
+            # Our options are no arguments of `generate`: they travel with what takes the assistant's place.
+            bound["assistant_model"], rest = assistant.with_options(assistant, self, **bound.pop("kwargs", {}))
+            del bound["self"]
+            return upstream(self, **bound, **rest)
         return upstream(self, *args, **kwargs)
 
     return generate
@@ -69,7 +64,7 @@ def _wrap_generate(upstream):
 def _wrap_assisted_decoding(upstream):
     @wraps(upstream)
     def _assisted_decoding(self, *args, assistant_model=None, **kwargs):
-        if brings_its_own_decoding(assistant_model) and kwargs["generation_config"].speculation_type is None:
+        if hasattr(assistant_model, "assisted_decoding") and kwargs["generation_config"].speculation_type is None:
             return assistant_model.assisted_decoding(self, *args, **kwargs)
         return upstream(self, *args, assistant_model=assistant_model, **kwargs)
 

@@ -5,6 +5,7 @@ transformers installed (Hugging Face remote code: flat files that import each ot
 """
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -12,6 +13,7 @@ from safetensors import SafetensorError
 from ..modeling_xpress.modeling_xpress import XPressModel
 from .decoding_xpress import assisted_decoding
 from .dispatch_xpress import install_dispatch
+from .pairing_xpress import check_pair
 
 
 _IMPORT = re.compile(r"^from (\.+)((?:\w+\.)*)(\w+) import", flags=re.MULTILINE)
@@ -24,18 +26,25 @@ class XPressDrafterModel(XPressModel):
         super().__init__(config)
         install_dispatch()
 
-    def assisted_decoding(self, target, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
-        """What the dispatch calls; see `decoding_xpress.assisted_decoding`."""
-        return BoundDrafter(self, {}).assisted_decoding(
-            target, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs
-        )
+    def assisted_decoding(self, target, *args, **kwargs):
+        """For a `target.generate` that was looked up before this drafter was built, so before it was wrapped."""
+        return BoundDrafter(self, {}).assisted_decoding(target, *args, **kwargs)
 
+    @staticmethod
     def with_options(
-        self, *, num_passes: int | None = None, shortlist_size: int | None = None, **generate_kwargs
+        drafter, target, *, num_passes: int | None = None, shortlist_size: int | None = None, **generate_kwargs
     ) -> "tuple[BoundDrafter, dict]":
-        """This drafter with the options of one `generate` call, and the arguments that are not ours."""
+        """
+        A drafter with the options of one `target.generate` call, and the arguments that are not ours.
+
+        Static, because `drafter` is what the caller holds: this model, or what `torch.compile` or PEFT made of it.
+        """
+        check_pair(drafter, target)  # first of all: Transformers would speak of tokenizers
         options = {"num_passes": num_passes, "shortlist_size": shortlist_size}
-        return BoundDrafter(self, options), generate_kwargs
+        for name in generate_kwargs:
+            if get_close_matches(name, options, cutoff=0.7):  # no argument of `generate` is as near
+                raise ValueError(f"`generate` got `{name}`, expected one of the drafter's options {list(options)}.")
+        return BoundDrafter(drafter, options), generate_kwargs
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
@@ -72,8 +81,9 @@ class BoundDrafter:
     def __init__(self, drafter: XPressDrafterModel, options: dict):
         self.drafter, self.options, self.config = drafter, options, drafter.config
 
-    def with_options(self, **kwargs):
-        return self.drafter.with_options(**kwargs)
+    @staticmethod
+    def with_options(drafter: "BoundDrafter", target, **generate_kwargs) -> "tuple[BoundDrafter, dict]":
+        return drafter, generate_kwargs
 
     def assisted_decoding(
         self,

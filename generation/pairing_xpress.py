@@ -9,6 +9,17 @@ from transformers import PreTrainedModel
 from ..modeling_xpress.modeling_xpress import XPressModel
 
 
+# Settings of `generate` that ask for another way of decoding, or of the prompt's forward.
+REFUSED = (
+    "guidance_scale",
+    "assistant_ensemble_weight",
+    "assistant_early_exit",
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "prefill_chunk_size",
+)
+
+
 def check_pair(drafter: XPressModel, target: PreTrainedModel) -> None:
     """Raises unless the drafter can read this target's states and speak its vocabulary."""
     ours, text = drafter.config, target.config.get_text_config(decoder=True)
@@ -56,9 +67,9 @@ def check_call(target, input_ids, generation_config, synced_gpus: bool, cache, m
         raise ValueError("`inputs_embeds` was given, expected `input_ids`: the drafter reads the prompt's tokens.")
     if synced_gpus:
         raise ValueError("`synced_gpus` is set, expected False: rounds differ in length between processes.")
-    for name, neutral in (("guidance_scale", 1), ("assistant_ensemble_weight", None)):
+    for name in REFUSED:
         value = getattr(generation_config, name)
-        if value is not None and value != neutral:
+        if value not in (None, False) and (name, value) != ("guidance_scale", 1):
             raise ValueError(f"`{name}`={value} is not supported with an xPress drafter: leave one of the two out.")
     check_cache(target, cache)
 

@@ -1,6 +1,6 @@
 """Exchange with other formats: speculators' checkpoints in, the form that vLLM reads without remote code out.
 
-    load_speculators("org/checkpoint-folder", num_target_layers=36).save_pretrained("my-drafter")
+    load_speculators("checkpoint-folder", num_target_layers=36).save_pretrained("my-drafter")
     export_released(drafter, "for-vllm")
 
 speculators (0.9) holds the same backbone under the same keys. What differs: layer ids count `hidden_states`, so they are
@@ -34,8 +34,14 @@ SPECULATORS_KEYS = {
 }
 
 # What must be in the config of each kind of checkpoint.
-_ALL = {"transformer_layer_config", "block_size", "mask_token_id", "aux_hidden_state_layer_ids", "draft_vocab_size"}
-_ALL |= {"sample_from_anchor"}
+_ALL = {
+    "aux_hidden_state_layer_ids",
+    "block_size",
+    "draft_vocab_size",
+    "mask_token_id",
+    "sample_from_anchor",
+    "transformer_layer_config",
+}
 NEEDED = {
     "dflash": _ALL,
     "dspark": _ALL | {"markov_rank"},

@@ -20,11 +20,13 @@ from transformers import (
     Qwen3Config,
 )
 from xpress_drafter import XPressDrafterModel, track_drafting
+from xpress_drafter.generation import decoding_xpress
 
 
 VOCAB, HIDDEN, LAYERS, BLOCK, WINDOW = 96, 32, 4, 6, 6
 MASK_TOKEN = VOCAB - 1
 TAPS = [0, 2]
+CACHE = decoding_xpress.CACHE  # `generate`'s name for a cache: `cache`, or `past_key_values` before Transformers 5.18
 PATTERNS = [(BLOCK - 1,), (0,), (1,), (3,), (BLOCK - 2,), (0, 3, BLOCK - 1)]
 
 # `initializer_range` spreads the logits, so that no two are close enough for rounding to choose between them.
@@ -37,41 +39,29 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
     "initializer_range": 0.3,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
 }
-ALTERNATING = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+ALTERNATING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"] * (LAYERS // 2)}
 CONFIGS = {
-    "qwen3": lambda: Qwen3Config(**SHAPE, tie_word_embeddings=False),
-    "qwen3-alternating": lambda: Qwen3Config(
-        **SHAPE, tie_word_embeddings=False, use_sliding_window=True, sliding_window=WINDOW, layer_types=ALTERNATING
-    ),
-    "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=False),
-    "mistral-sliding": lambda: MistralConfig(**SHAPE, tie_word_embeddings=False, sliding_window=WINDOW),
+    "qwen3": (Qwen3Config, {}),
+    "qwen3-alternating": (Qwen3Config, {"use_sliding_window": True, **ALTERNATING}),
+    "llama": (LlamaConfig, {}),
+    "mistral-sliding": (MistralConfig, {"sliding_window": WINDOW}),
     # Scaled embeddings, soft-caps, alternating layers; the cap is low enough to bend the logits.
-    "gemma2": lambda: Gemma2Config(
-        **SHAPE,
-        tie_word_embeddings=False,
-        sliding_window=WINDOW,
-        query_pre_attn_scalar=8,
-        final_logit_softcapping=5.0,
-        layer_types=ALTERNATING,
-    ),
-    "gemma3": lambda: Gemma3TextConfig(
-        **SHAPE, tie_word_embeddings=False, sliding_window=WINDOW, query_pre_attn_scalar=8, layer_types=ALTERNATING
-    ),
+    "gemma2": (Gemma2Config, {"query_pre_attn_scalar": 8, "final_logit_softcapping": 5.0, **ALTERNATING}),
+    "gemma3": (Gemma3TextConfig, {"query_pre_attn_scalar": 8, **ALTERNATING}),
 }
 
 
-def make_target(kind: str = "qwen3", seed: int = 0, **config_overrides) -> PreTrainedModel:
-    """A fresh tiny target in eval mode; what a test may change. `target` gives a shared one."""
+def make_target(kind: str = "qwen3", seed: int = 0, **overrides) -> PreTrainedModel:
+    """A fresh tiny target in eval mode, for tests that change it; `target` gives a shared one."""
     torch.manual_seed(seed)
-    config = CONFIGS[kind]()
-    for key, value in config_overrides.items():
-        setattr(config, key, value)
-    return AutoModelForCausalLM.from_config(config).eval()
+    config_class, fields = CONFIGS[kind]
+    return AutoModelForCausalLM.from_config(config_class(**{**SHAPE, **fields, **overrides})).eval()
 
 
 target = lru_cache(make_target)

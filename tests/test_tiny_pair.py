@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-
 from xpress_drafter import track_drafting
 from xpress_drafter.cli import PROBLEMS, TINY, encode, read_prompts
 from xpress_drafter.generation.drafter_xpress import code_files

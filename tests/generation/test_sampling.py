@@ -58,19 +58,19 @@ def warpers(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> LogitsProcessorLi
 
 
 class Case:
-    """A refiner on one block, and a target of two tokens whose logits are the refined ones with some noise.
+    """A refiner on one block, and a target of two tokens whose logits are the refined ones with noise.
 
-    So the last pass knows the target well, the passes before it do not, and which pass q comes from matters.
+    Slot 1 is drafted well once refined, slot 2 less well: then its q matters, and it depends on slot 1's token.
     """
 
-    def __init__(self, seed: int = 0, bias: float = 1.5):
+    def __init__(self, seed: int = 0, bias: float = 4.0):
         self.refiner = make_drafter(target(), seed=seed).refiner
         h, base, prev = torch.randn(1, BLOCK, HIDDEN), 1.5 * torch.randn(1, P, VOCAB), torch.full((VOCAB, BLOCK), 3)
         prev[:, 2] = torch.arange(VOCAB)  # slot 2 reads the token of slot 1
         self.refiner.w2.weight *= bias / self.refiner(h, prev[:1]).std()
         refined = base + self.refiner(h.expand(VOCAB, -1, -1), prev)[:, 1:]
         self.first_V = refined[0, 0] + 0.7 * torch.randn(VOCAB)
-        self.second_VV = refined[:, 1] + 0.7 * torch.randn(VOCAB, VOCAB)  # row x: the logits after x
+        self.second_VV = refined[:, 1] + 2.5 * torch.randn(VOCAB, VOCAB)  # row x: the logits after x
         self.h, self.base = h.expand(ROWS, -1, -1), base.expand(ROWS, -1, -1)
         self.context = prev[0, :1].expand(ROWS), prev[0, 1:2].expand(ROWS)  # predecessor, anchor
 
@@ -179,7 +179,7 @@ def test_unwarped_proposals_are_found_out(options):
 
 @pytest.mark.parametrize("num_passes", [0, 2])
 def test_arg_max_drafts_have_a_one_hot_proposal(num_passes):
-    case, warp = Case(2), warpers(temperature=1.3)
+    case, warp = Case(2, bias=1.0), warpers(temperature=1.3)
     draft = case.draft(num_passes, warp)
     assert draft.scores is None
     pairs, kept = case.pairs(draft, warp)
@@ -193,9 +193,9 @@ def test_arg_max_drafts_have_a_one_hot_proposal(num_passes):
 @pytest.fixture(scope="module")
 def flat_pair():
     """A target flat enough for a drafter to meet it, a drafter, and p of tokens 2 and 3 after `prompt(4)`, enumerated."""
-    model = make_target(seed=3)
+    model = make_target(seed=3, num_hidden_layers=2)
     model.lm_head.weight *= 0.4
-    drafter = make_drafter(model, xpress_num_passes=1)
+    drafter = make_drafter(model, num_hidden_layers=1, target_layer_ids=[0], xpress_num_passes=1)
     drafter.xpress_head.w2.weight *= 0.05
     first_V = model(prompt(4)).logits[0, -1].softmax(dim=-1)
     two = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
@@ -213,7 +213,7 @@ def until_seven(input_ids, scores, **kwargs):
 def test_generate_draws_from_the_target(flat_pair, processors):
     """Through `generate`: tokens 2 and 3, which one round drafts, against their enumerated distribution."""
     model, drafter, p_VV = flat_pair
-    runs, pairs, accepted = 700, [], 0
+    runs, pairs, accepted = 600, [], 0
     for _ in range(runs):
         output, drafting = drafted(
             model,
@@ -231,7 +231,7 @@ def test_generate_draws_from_the_target(flat_pair, processors):
     assert accepted > 0.1 * runs
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 1}, {"temperature": 1e-4}, {"top_p": 1e-6}], ids=str)
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"temperature": 1e-6}, {"top_p": 1e-6}], ids=str)
 @pytest.mark.parametrize("pattern", [(BLOCK - 1,), (0, 3)], ids=str)
 def test_degenerate_settings_equal_greedy(settings, pattern):
     drafter = oracle(target(), ref(), pattern)

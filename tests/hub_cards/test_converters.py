@@ -4,7 +4,6 @@ That the numbers of a converted checkpoint are the maker's own is `modeling_xpre
 """
 
 import json
-import logging
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ def test_mlp_width_is_rank_times_ratio(tmp_path):
 
 
 def test_markov_checkpoint_drops_its_confidence_head_with_a_warning(tmp_path, caplog):
-    logging.getLogger("xpress_drafter").setLevel(logging.WARNING)
     with caplog.at_level("WARNING"):
         model = load_speculators(write_speculators(tmp_path, "fill"))
     assert model.config.refiner_type == "markov" and model.config.markov_rank == 8
@@ -48,6 +46,13 @@ def test_plain_checkpoint(tmp_path):
     assert load_speculators(tmp_path).refiner is None
     edit_config(tmp_path, speculators_model_type="dflash")
     assert load_speculators(tmp_path).refiner is None
+
+
+def test_precision_is_kept(tmp_path):
+    write_speculators(tmp_path)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert {p.dtype for p in load_speculators(tmp_path).parameters()} == {torch.bfloat16}
 
 
 def test_sharded_checkpoint(tmp_path):

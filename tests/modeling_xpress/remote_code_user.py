@@ -84,6 +84,7 @@ shutil.move(HERE / "second", HERE / "moved" / "and-renamed.v2")
 moved = HERE / "moved" / "and-renamed.v2"
 config = AutoConfig.from_pretrained(moved, trust_remote_code=True)
 found["config"] = [type(config).__name__, config.target_layer_ids]
+found["from config"] = type(AutoModel.from_config(config, trust_remote_code=True)).__name__
 model = load(moved)
 found["moved"] = {"weights": holds(model, first), **drafts(model)}
 model.save_pretrained(HERE / "third")

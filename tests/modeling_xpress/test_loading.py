@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.utils.hub import PushToHubMixin
 from xpress_drafter import XPressDrafterConfig, XPressDrafterModel
+from xpress_drafter.modeling_xpress.configuration_xpress import AUTO_MAP
 
 
 LOADERS = {"own class": XPressDrafterModel, "AutoModel": AutoModel}
@@ -212,6 +213,13 @@ def test_zlab_folder_loads(tmp_path, warnings_seen):
     assert all(torch.equal(tensor, weights[name]) for name, tensor in loaded.state_dict().items())
     assert loaded.refiner is None and loaded.config.target_layer_ids == [1, 5, 9]
     assert warnings_seen == []
+
+
+def test_folder_of_others_is_saved_with_our_code_alone(tmp_path):
+    """Their `auto_map`, which names files or a repository of theirs, is not carried on."""
+    write_zlab(tmp_path, auto_map={"AutoModel": "z-lab/drafter--dflash.DFlashDraftModel"})
+    XPressDrafterModel.from_pretrained(tmp_path).save_pretrained(tmp_path / "ours")
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["auto_map"] == AUTO_MAP
 
 
 def test_sliding_zlab_folder_is_refused(tmp_path):

@@ -3,13 +3,17 @@
 import pytest
 import torch
 from checkpoints import REFINERS, agreeing_pair, config, drafter
-from rig import BLOCK, HIDDEN, LAYERS, TAPS, VOCAB, drafted, make_drafter, make_target, plain, prompt
+from rig import BLOCK, HIDDEN, TAPS, VOCAB, drafted, make_target, plain, prompt
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig
 from xpress_drafter import XPressDrafterModel
 from xpress_drafter.modeling_xpress import XPressModel, base_logits, context_features, previous_tokens
 
 
+pytestmark = [  # flex attention without its compiler, which is another library's, and slow to start
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
+]
 ATTENTIONS = ["eager", "sdpa", "flex_attention"]
 S = 5  # context positions
 
@@ -181,22 +185,6 @@ def test_context_features_are_the_outputs_of_the_named_layers():
     assert torch.equal(found[0], outputs.hidden_states[3]) and torch.equal(found[1], outputs.hidden_states[1])
 
 
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_drafter_is_fed_the_outputs_of_its_target_layers(layer):
-    """A layer's output is replaced by a constant: the drafter reads it in that layer's place and in no other."""
-    target, seen = make_target(), []
-    model = make_drafter(target)
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["context_hidden_states"].clone()), with_kwargs=True
-    )
-    target.model.layers[layer].register_forward_hook(lambda module, args, output: torch.full_like(output, 0.5))
-    drafted(target, prompt(), model, n=4)
-    assert seen[0].shape[1] == prompt().shape[1]  # the first draft's context is the whole prompt
-    for features in seen:
-        constant = [bool((tap == 0.5).all()) for tap in features.chunk(len(TAPS), dim=-1)]
-        assert constant == [tap == layer for tap in TAPS]
-
-
 @pytest.mark.parametrize(
     "change, expected",
     [
@@ -272,12 +260,18 @@ def test_gradient_checkpointing_changes_nothing(attention):
 
 
 @pytest.mark.parametrize("refiner", REFINERS)
-def test_initialisation(refiner):
-    """N(0, 0.02) everywhere, norms one, mixer zero: a fresh refiner is causal in tokens and mixes nothing."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_initialisation(refiner, device):
+    """N(0, 0.02) everywhere, norms one, mixer zero, also where the model was built on the meta device first."""
     big = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "head_dim": 64}
     fields = {"xpress": {"xpress_rank": 64}, "markov": {"markov_rank": 64}, None: {}}[refiner]
-    model = XPressDrafterModel(config(None, **big, **fields))
+    with torch.device(device):
+        model = XPressDrafterModel(config(None, **big, **fields))
+    if device == "meta":
+        model.to_empty(device="cpu")
+        for parameter in model.parameters():
+            parameter.data.fill_(7)  # fresh memory holds anything
+        model.init_weights()
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             assert bool((parameter == 1).all()), name

@@ -1,0 +1,196 @@
+"""Other dtypes, offloaded, quantised, adapted and compiled models. CASES E1, E2, E4, E7, E9."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from rig import (
+    BLOCK,
+    VOCAB,
+    assert_rounds,
+    codebook,
+    drafted,
+    make_drafter,
+    make_target,
+    oracle,
+    plain,
+    prompt,
+    ref,
+    target,
+)
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from transformers import AutoModelForCausalLM
+
+
+PATTERN = (0, 3, BLOCK - 1)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def assert_near(model, ids, output, text):
+    """Equal, or parted at a near-tie of the model (the rule of `test_half_precision_differs_only_at_near_ties`)."""
+    different = (output != text)[0].nonzero()
+    if len(different):
+        best = model(text[:, : different[0]]).logits[0, -1].float().topk(2).values
+        assert best[0] - best[1] <= 8 * torch.finfo(torch.bfloat16).eps * best[0].abs()
+
+
+@pytest.mark.parametrize("drafter_dtype", DTYPES)
+@pytest.mark.parametrize("target_dtype", DTYPES)
+def test_mixed_dtypes(target_dtype, drafter_dtype):
+    model = make_target().to(target_dtype)
+    text = plain(model, prompt(), 24)
+    drafter = oracle(model, text, PATTERN).to(drafter_dtype)
+    output, drafting = drafted(model, prompt(), drafter, 24)
+    assert drafting.accepted > 8
+    if target_dtype == torch.float32:
+        assert torch.equal(output, text)
+        assert_rounds(drafting, PATTERN)
+    else:
+        assert_near(model, prompt(), output, text)
+    for kwargs in ({"shortlist_size": 8}, {"do_sample": True, "top_k": 1}):
+        output, _ = drafted(model, prompt(), make_drafter(model).to(drafter_dtype), 12, **kwargs)
+        assert_near(model, prompt(), output, text[:, :19])
+
+
+@pytest.mark.parametrize("drafter_dtype", [torch.float32, torch.bfloat16])
+def test_autocast(drafter_dtype):
+    model = make_target()
+    with torch.autocast("cpu", torch.bfloat16):
+        text = plain(model, prompt(), 24)
+        drafter = oracle(model, text, PATTERN).to(drafter_dtype)
+        output, drafting = drafted(model, prompt(), drafter, 24)
+        assert drafting.accepted > 8
+        assert_near(model, prompt(), output, text)
+        output, _ = drafted(model, prompt(), make_drafter(model).to(drafter_dtype), 12, do_sample=True, top_k=1)
+        assert_near(model, prompt(), output, text[:, :19])
+
+
+@pytest.mark.parametrize("head", ["cpu", "disk"])
+def test_target_offloaded_to_disk(tmp_path, head):
+    """Layers, embedding or head on disk: every module is called, so that its hook brings the weights."""
+    make_target().save_pretrained(tmp_path / "target")
+    device_map = {"model.embed_tokens": head, "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": head}
+    device_map |= {f"model.layers.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "target", device_map=device_map, offload_folder=tmp_path / "offload"
+    ).eval()
+    assert any(parameter.device.type == "meta" for parameter in model.parameters())
+    drafter = oracle(target(), ref(), PATTERN)
+    output, drafting = drafted(model, prompt(), drafter, 24)
+    assert torch.equal(output, ref()[:, :31])
+    assert_rounds(drafting, PATTERN)
+    assert torch.equal(drafted(model, prompt(), make_drafter(target()), 12)[0], ref()[:, :19])
+
+
+def test_drafter_loaded_by_device_map(tmp_path):
+    drafter = make_drafter(target())
+    expected, wanted = drafted(target(), prompt(), drafter, 24)
+    drafter.save_pretrained(tmp_path)
+    loaded = type(drafter).from_pretrained(tmp_path, device_map="cpu")
+    output, drafting = drafted(target(), prompt(), loaded, 24)
+    assert torch.equal(output, expected) and drafting.rounds == wanted.rounds
+
+
+class Int8Linear(nn.Module):
+    """Weight-only int8, as quantisers replace `nn.Linear`: no float `weight` to read."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.scale = linear.weight.abs().amax(dim=1, keepdim=True) / 127
+        self.register_buffer("packed", (linear.weight / self.scale).round().to(torch.int8))
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.packed * self.scale)
+
+
+def quantise(module: nn.Module):
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            setattr(module, name, Int8Linear(child))
+        else:
+            quantise(child)
+
+
+def test_quantised_target():
+    model = make_target()
+    codes = codebook(model)
+    quantise(model)
+    assert not any(isinstance(module, nn.Linear) for module in model.modules())
+    text = plain(model, prompt(), 24)
+    assert not torch.equal(text, ref()[:, :31])
+    drafter = oracle(target(), text, PATTERN)
+    drafter.codes = codes
+    output, drafting = drafted(model, prompt(), drafter, 24)
+    assert torch.equal(output, text)
+    assert_rounds(drafting, PATTERN)
+    assert torch.equal(drafted(model, prompt(), make_drafter(model), 12)[0], text[:, :19])
+
+
+def lora(model: nn.Module, *names: str):
+    return get_peft_model(model, LoraConfig(r=4, target_modules=list(names), init_lora_weights=False))
+
+
+def test_adapted_target():
+    """LoRA on the target: active, disabled and merged, the drafter reads the states of the model that decodes."""
+    model = lora(make_target(), "q_proj", "v_proj", "up_proj").eval()
+    text = plain(model, prompt(), 24)
+    assert not torch.equal(text, ref()[:, :31])
+    for _ in range(2):
+        output, drafting = drafted(model, prompt(), oracle(target(), text, PATTERN), 24)
+        assert torch.equal(output, text)
+        assert_rounds(drafting, PATTERN)
+        with model.disable_adapter():
+            output, drafting = drafted(model, prompt(), oracle(target(), ref(), PATTERN), 24)
+        assert torch.equal(output, ref()[:, :31])
+        assert_rounds(drafting, PATTERN)
+    merged = model.merge_and_unload()
+    text = plain(merged, prompt(), 24)
+    output, drafting = drafted(merged, prompt(), oracle(target(), text, PATTERN), 24)
+    assert torch.equal(output, text)
+    assert_rounds(drafting, PATTERN)
+
+
+def test_adapted_drafter():
+    """A drafter in LoRA drafts with its adapter: other blocks, same text."""
+    bare = make_drafter(target())
+    wrapped = lora(make_drafter(target()), "q_proj", "down_h", "fc").eval()
+    blocks = []
+    for drafter, norm in ((bare, bare.norm), (wrapped, wrapped.base_model.model.norm)):
+        states = []
+        hook = norm.register_forward_hook(lambda module, args, output, states=states: states.append(output))
+        output, drafting = drafted(target(), prompt(), drafter, 12)
+        hook.remove()
+        assert torch.equal(output, ref()[:, :19]) and drafting.drafted > 10
+        blocks.append(states[0])
+    assert not torch.allclose(*blocks)
+
+
+def test_compiled_drafter():
+    """`torch.compile(drafter)` is what runs, gives the same blocks, and settles after a few compilations."""
+    drafter, eager = make_drafter(target()), make_drafter(target())
+    text = ref()
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(drafter, backend=counter)
+    for make in (lambda: compiled,):
+        output, drafting = drafted(target(), prompt(), make(), 24)
+        _, wanted = drafted(target(), prompt(), eager, 24)
+        assert torch.equal(output, text[:, :31]) and drafting.rounds == wanted.rounds
+    assert counter.frame_count > 0
+    known = oracle(target(), text, (0, 3, BLOCK - 1, 1, 2, 4))
+    known.compile(backend=counter)  # in place
+    drafted(target(), prompt(), known, 30)
+    settled = counter.frame_count
+    for length in (7, 12):
+        text = plain(target(), prompt(length), 60)
+        known.text, known.drafts = torch.cat([text[0], text.new_zeros(9 * BLOCK)]), 0
+        output, drafting = drafted(target(), prompt(length), known, 60)
+        assert torch.equal(output, text)
+        assert_rounds(drafting, known.pattern)
+    assert counter.frame_count - settled <= 8
+    torch._dynamo.reset()
+
+
+def test_ids_stay_in_the_vocabulary():
+    output, _ = drafted(target(), prompt(), make_drafter(target()), 24, do_sample=True, temperature=5.0)
+    assert 0 <= output.min() and output.max() < VOCAB

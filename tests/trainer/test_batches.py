@@ -1,0 +1,171 @@
+"""How rows are batched changes nothing: padding, packing, gradient accumulation, several processes."""
+
+import os
+import socket
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from rig import MASK_TOKEN, make_drafter, target
+from training import EVERY, Gradients, assert_close, batch_of, gradients, make_rows, make_trainer
+from xpress_drafter.modeling_xpress import base_logits
+from xpress_drafter.trainer import XPressCollator, cut_blocks, position_weights, sample_anchors, xpress_objective
+from xpress_drafter.trainer.xpress_trainer import draft_blocks, teacher_of_blocks
+
+
+TERMS = ("teacher_forced", "consistency", "anchor", "weight")
+SPLITS = {"one batch of 4": (4, 1), "4 of 1": (1, 4), "2 of 2": (2, 2)}
+
+
+def summed(trainer, batches: list[dict]) -> tuple[dict, dict]:
+    """The sums of all terms over the batches, and the gradients of the loss's numerator."""
+    trainer.model.zero_grad()
+    sums = dict.fromkeys(TERMS, 0.0)
+    for batch in batches:
+        terms = trainer.objective(trainer.model, batch)
+        terms.loss(lambda_c=0.3, lambda_b=0.6).backward()
+        sums = {name: sums[name] + getattr(terms, name).item() for name in TERMS}
+    return sums, gradients(trainer.model)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("pad_token_id", [0, MASK_TOKEN, "eos"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
+def test_padding(kind, pad_token_id, attention):
+    """Rows of unequal length together and alone; the padding may be a token that the text holds and that ends it."""
+    rows = make_rows(3)
+    assert len({len(row["input_ids"]) for row in rows}) == 3
+    if pad_token_id == "eos":
+        pad_token_id = rows[0]["input_ids"][-1]
+        rows[1]["input_ids"][4] = pad_token_id
+    drafter = make_drafter(target(kind))
+    drafter.set_attn_implementation(attention)
+    trainer = make_trainer(drafter, target(kind), rows, num_anchors=EVERY, data_collator=XPressCollator(pad_token_id))
+    together, gradients_together = summed(trainer, [batch_of(trainer, rows)])
+    alone, gradients_alone = summed(trainer, [batch_of(trainer, [row]) for row in rows])
+    assert together == pytest.approx(alone, rel=1e-5)
+    assert_close(gradients_together, gradients_alone, 1e-5)
+
+
+def test_packed_documents():
+    """[A ; B] in one row and A, B in two: the same sums and gradients, though B's anchors stand behind A's tokens."""
+    torch.manual_seed(0)
+    drafter, model = make_drafter(target()), target()
+    trainer = make_trainer(drafter, num_anchors=EVERY)
+    rows = make_rows(2)
+    batches = [batch_of(trainer, [row]) for row in rows]
+    separate, separate_gradients = summed(trainer, batches)
+
+    reads = [trainer.read_target(batch) for batch in batches]
+    features, teacher = (torch.cat(parts, dim=1) for parts in zip(*reads))
+    ids, mask = (torch.cat([batch[key] for batch in batches], dim=1) for key in ("input_ids", "loss_mask"))
+    lengths = [len(row["input_ids"]) for row in rows]
+    documents = torch.tensor([[4] * lengths[0] + [2] * lengths[1]])
+    anchors = torch.cat([batches[0]["anchors"], batches[1]["anchors"] + lengths[0]], dim=1)
+    blocks = cut_blocks(ids, mask, anchors, torch.ones_like(anchors).bool(), drafter.config.block_size, documents)
+    h = draft_blocks(drafter, model, features, blocks, torch.ones_like(ids), documents)[0]
+    drafter.zero_grad()
+    terms = xpress_objective(
+        drafter.refiner,
+        h,
+        base_logits(model, h[:, 1:]),
+        blocks.tokens[0],
+        blocks.predecessors[0],
+        teacher_of_blocks(teacher, blocks),
+        blocks.counted[0, :, 1:] * position_weights(drafter.config.block_size, 4.0),
+    )
+    terms.loss(lambda_c=0.3, lambda_b=0.6).backward()
+    assert {name: getattr(terms, name).item() for name in TERMS} == pytest.approx(separate, rel=1e-5)
+    assert_close(gradients(drafter), separate_gradients, 1e-5)
+    drawn, valid = sample_anchors(mask, EVERY)
+    assert set(anchors[0].tolist()) <= set(drawn[valid].tolist())
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_gradient_accumulation(split):
+    """Four rows with unequally many supervised tokens, in one step: gradients and logged loss by hand."""
+    rows, (batch_size, accumulation) = make_rows(4), SPLITS[split]
+    assert len({sum(row["loss_mask"]) for row in rows}) > 2
+    recorded = Gradients()
+    trainer = make_trainer(
+        rows=rows,
+        callbacks=[recorded],
+        num_anchors=EVERY,
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=0.0,
+    )
+    by_hand, expected = summed(trainer, [batch_of(trainer, [row]) for row in rows])
+    weight = by_hand["weight"]
+    trainer.train()
+    assert trainer.state.global_step == len(recorded.steps) == 1
+    assert_close(recorded.steps[0], {name: gradient / weight for name, gradient in expected.items()})
+    logged = trainer.state.log_history[0]
+    loss = by_hand["teacher_forced"] + 0.3 * by_hand["consistency"] + 0.6 * by_hand["anchor"]
+    assert logged["loss"] == pytest.approx(loss / weight, rel=1e-6)
+    for name in TERMS[:3]:
+        assert logged[f"loss_{name}"] == pytest.approx(by_hand[name] / weight, rel=1e-5)
+
+
+def test_denominator_is_the_weight_of_the_whole_accumulated_batch():
+    """By hand: exp(-(k - 1) / gamma) for every slot k of every anchor whose labels are all supervised."""
+    rows = [
+        {"input_ids": list(range(6)), "loss_mask": [0, 0, 1, 1, 1, 1]},  # anchors 2, 3, 4: slots 1-3, 1-2, 1
+        {"input_ids": list(range(9)), "loss_mask": [1, 1, 0, 0, 0, 0, 1, 1, 0]},  # anchors 0, 6: slot 1 each
+    ]
+    trainer = make_trainer(rows=rows, num_anchors=EVERY, gamma=2.0)
+    e = torch.tensor([0.0, -0.5, -1.0]).exp()
+    expected = (e[:3].sum() + e[:2].sum() + e[0]) + 2 * e[0]
+    for size in (1, 2):
+        batches = iter([trainer.data_collator(rows[i : i + size]) for i in range(0, 2, size)])
+        seen, weight = trainer.get_batch_samples(batches, 2, torch.device("cpu"))
+        assert len(seen) == 2 // size and all(batch["anchor_valid"].any() for batch in seen)
+        assert weight.item() == pytest.approx(expected.item(), rel=1e-6)
+        losses = [trainer.compute_loss(trainer.model, batch, num_items_in_batch=weight) for batch in seen]
+        terms, _ = summed(trainer, seen)
+        numerator = terms["teacher_forced"] + 0.3 * terms["consistency"] + 0.6 * terms["anchor"]
+        assert sum(losses).item() * expected.item() == pytest.approx(numerator, rel=1e-6)
+
+
+def run_process(rank: int, port: int, folder):
+    """One of two processes: half of the rows of every step, then half of an evaluation."""
+    PartialState._reset_state(), AcceleratorState._reset_state(), GradientState._reset_state()
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {key: str(value) for key, value in world.items()}
+    trainer = processes_trainer(2)
+    assert trainer.args.world_size == 2 and trainer.args.process_index == rank
+    trainer.train()
+    metrics = trainer.evaluate()
+    if rank == 0:
+        torch.save((trainer.model.state_dict(), trainer.state.log_history, metrics), folder / "result.pt")
+    torch.distributed.destroy_process_group()
+
+
+def processes_trainer(batch_size: int):
+    return make_trainer(
+        eval_dataset=make_rows(4, seed=1),
+        num_anchors=EVERY,
+        per_device_train_batch_size=batch_size,
+        per_device_eval_batch_size=batch_size,
+        max_steps=3,
+        optim="sgd",
+        learning_rate=1e-3,
+    )
+
+
+def test_two_processes(tmp_path):
+    """Three steps of two rows each on two processes, against four rows on one: weights, logs, evaluation."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.start_processes(run_process, (port, tmp_path), nprocs=2, start_method="fork")
+    weights, log, metrics = torch.load(tmp_path / "result.pt", weights_only=False)
+    alone = processes_trainer(4)
+    alone.train()
+    expected = alone.evaluate()
+    for name, tensor in alone.model.state_dict().items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(log[:3], alone.state.log_history):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    for name in ("eval_loss", "eval_loss_consistency", "eval_tau_pass_0", "eval_tau_pass_3"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-5)

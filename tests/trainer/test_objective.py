@@ -1,0 +1,224 @@
+"""The objective, against slow references, closed forms and the left-to-right decode."""
+
+import pytest
+import torch
+from rig import BLOCK, HIDDEN, VOCAB, make_drafter, target
+from training import assert_close, batch_of, make_rows, make_trainer
+from xpress_drafter.generation import resolve_block
+from xpress_drafter.modeling_xpress import previous_tokens
+from xpress_drafter.trainer import position_weights, simulated_tau, slot_loss, xpress_objective
+from xpress_drafter.trainer.objective import _SlotLoss, slot_loss_reference
+
+
+M, P = 5, BLOCK - 1
+TERMS = ("teacher_forced", "consistency", "anchor")
+
+
+def random_slots(dtype=torch.float32):
+    logits = (3 * torch.randn(M, P, VOCAB)).to(dtype).requires_grad_()
+    teacher = (3 * torch.randn(M, P, VOCAB)).softmax(dim=-1)
+    return logits, torch.randint(VOCAB, (M, P)), teacher
+
+
+# The loss of a slot.
+
+
+@pytest.mark.parametrize("ce_weight", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_closed_form_equals_the_formula(ce_weight, dtype, monkeypatch):
+    """Value and gradient, with other weights per slot, over several chunks of which the last is short."""
+    monkeypatch.setattr(_SlotLoss, "CHUNK", 7 * VOCAB)
+    logits, labels, teacher = random_slots(dtype)
+    weights = torch.rand(M, P)
+    results = []
+    for function in (slot_loss, slot_loss_reference):
+        loss = function(logits, labels, teacher, ce_weight)
+        assert loss.dtype == torch.float32
+        results.append((loss, *torch.autograd.grad((loss * weights).sum(), logits)))
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=tolerance, atol=tolerance)
+    assert results[0][1].abs().sum() > 1 and results[0][1].dtype == dtype
+
+
+def test_numbers_worked_by_hand():
+    """p = (1/2, 1/2, 0), q = (1/4, 1/4, 1/2): CE of token 2 is ln 2, L1 is 1, total variation 1/2."""
+    logits = torch.tensor([0.25, 0.25, 0.5]).log().view(1, 1, 3)
+    labels, teacher = torch.tensor([[2]]), torch.tensor([[[0.5, 0.5, 0.0]]])
+    assert slot_loss(logits, labels, teacher, 1.0).item() == pytest.approx(0.693147, abs=1e-5)
+    assert slot_loss(logits, labels, teacher, 0.0).item() == pytest.approx(1.0, abs=1e-5)
+    assert slot_loss(logits, labels, teacher, 0.1).item() == pytest.approx(0.0693147 + 0.9, abs=1e-5)
+
+
+def test_second_part_is_twice_the_total_variation():
+    """TV = 1 - sum_v min(p, q): what speculative sampling rejects, from its own formula."""
+    logits, labels, teacher = random_slots()
+    rejected = 1 - torch.minimum(teacher, logits.softmax(dim=-1)).sum(dim=-1)
+    torch.testing.assert_close(slot_loss(logits, labels, teacher, 0.0), 2 * rejected)
+
+
+def test_position_weights():
+    assert position_weights(4, 2.0).tolist() == pytest.approx([1.0, 0.6065307, 0.3678794])
+    assert position_weights(16, 4.0)[4].item() == pytest.approx(0.3678794)  # slot 5 = 1 + gamma: 1 / e
+
+
+# The objective of a block.
+
+
+class Blocks:
+    """Random blocks of a random drafter, whose base logits hang on h through a head of their own."""
+
+    def __init__(self, **config):
+        drafter = make_drafter(target(), **config)
+        self.refiner = drafter.refiner
+        self.h = torch.randn(M, BLOCK, HIDDEN, requires_grad=True)
+        self.head = torch.nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False)
+        self.head.weight *= 3
+        self.tokens = torch.randint(VOCAB, (M, BLOCK))
+        self.predecessors = torch.randint(VOCAB, (M,))
+        self.teacher = (3 * torch.randn(M, P, VOCAB)).softmax(dim=-1)
+        self.weights = position_weights(BLOCK, 4.0) * (torch.rand(M, P) < 0.8)
+
+    def base(self) -> torch.Tensor:
+        base = self.head(self.h[:, 1:])
+        base.retain_grad()
+        return base
+
+    def objective(self, base, refiner, **kwargs):
+        return xpress_objective(
+            refiner, self.h, base, self.tokens, self.predecessors, self.teacher, self.weights, **kwargs
+        )
+
+    def reference(self, base, num_rounds: int) -> dict[str, torch.Tensor]:
+        """The three terms from the whole refiner at every round and the formula of a slot's loss."""
+
+        def loss(logits):
+            return (slot_loss_reference(logits, self.tokens[:, 1:], self.teacher, 0.1) * self.weights).sum()
+
+        def refined(tokens_MP):
+            prev = previous_tokens(self.predecessors, self.tokens[:, 0], tokens_MP)
+            return base + self.refiner(self.h, prev)[:, 1:]
+
+        rounds, guess = [], base.argmax(dim=-1)
+        for _ in range(num_rounds):
+            logits = refined(guess)
+            rounds.append(loss(logits))
+            guess = logits.argmax(dim=-1)
+        return {
+            "teacher_forced": loss(refined(self.tokens[:, 1:])),
+            "consistency": torch.stack(rounds).mean(),
+            "anchor": loss(base),
+        }
+
+    def gradients(self, loss, base) -> dict[str, torch.Tensor]:
+        self.refiner.zero_grad()
+        self.h.grad = base.grad = None
+        loss.backward(retain_graph=True)
+        parts = {name: p.grad for name, p in self.refiner.named_parameters() if p.grad is not None}
+        return {"h": self.h.grad.clone(), "base": base.grad.clone(), **{k: v.clone() for k, v in parts.items()}}
+
+
+@pytest.mark.parametrize("config", [{}, {"xpress_rank": None, "markov_rank": 16}], ids=["xpress", "markov"])
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_terms_and_their_gradients(config, num_rounds):
+    """Each term's value, and its gradient in h, in the base logits and in every weight of the refiner."""
+    blocks = Blocks(**config)
+    base = blocks.base()
+    terms, expected = blocks.objective(base, blocks.refiner, num_rounds=num_rounds), blocks.reference(base, num_rounds)
+    assert len({float(value) for value in expected.values()}) == 3
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(terms, name), value, rtol=1e-5, atol=1e-5)
+        ours, theirs = (blocks.gradients(loss, base) for loss in (getattr(terms, name), value))
+        assert_close(ours, theirs)
+    assert torch.equal(terms.weight, blocks.weights.sum())
+    total = terms.loss(lambda_c=0.3, lambda_b=0.6)
+    torch.testing.assert_close(
+        total, expected["teacher_forced"] + 0.3 * expected["consistency"] + 0.6 * expected["anchor"]
+    )
+
+
+def test_only_the_guesses_are_detached():
+    """Co-training: h and base get gradient from every term; h through the refiner too, not through the base alone."""
+    blocks = Blocks()
+    base = blocks.base()
+    terms = blocks.objective(base, blocks.refiner)
+    reached = {name: blocks.gradients(getattr(terms, name), base) for name in TERMS}
+    whole = {"h", "base", *dict(blocks.refiner.named_parameters())}
+    assert reached["anchor"].keys() == {"h", "base"}
+    for name in ("teacher_forced", "consistency"):
+        assert reached[name].keys() == whole
+        assert all(gradient.norm() > 1e-3 for gradient in reached[name].values()), name
+        through_base = reached[name]["base"] @ blocks.head.weight
+        through_refiner = reached[name]["h"][:, 1:] - through_base
+        assert through_refiner.norm() > 0.01 * through_base.norm()
+    assert reached["teacher_forced"]["h"][:, 0].norm() > 0  # slot 0 is read by the mixer and by the mean
+    assert not any(guess.requires_grad for guess in terms.guesses)
+
+
+def test_slots_that_do_not_count_change_nothing():
+    """Neither their label nor their teacher, though a label is also the token before the next slot."""
+    blocks = Blocks()
+    blocks.weights[:, 2:] = 0
+    base = blocks.base()
+    before = blocks.objective(base, blocks.refiner)
+    blocks.tokens[:, 3:] = (blocks.tokens[:, 3:] + 1) % VOCAB
+    blocks.teacher[:, 2:] = blocks.teacher[:, 2:].roll(1, dims=-1)
+    after = blocks.objective(base, blocks.refiner)
+    for name in TERMS:
+        assert torch.equal(getattr(before, name), getattr(after, name))
+    blocks.tokens[:, 2] = (blocks.tokens[:, 2] + 1) % VOCAB  # a slot that counts
+    assert blocks.objective(base, blocks.refiner).anchor != before.anchor
+
+
+def test_without_readout_it_is_plain_dflash():
+    """Exactly: every term is the base's, and h gets (1 + lambda_c + lambda_b) times the base's gradient."""
+    blocks = Blocks()
+    torch.nn.init.zeros_(blocks.refiner.w2.weight)
+    base = blocks.base()
+    plain, terms = blocks.objective(base, None), blocks.objective(base, blocks.refiner, num_rounds=1)
+    assert plain.consistency == plain.anchor == 0
+    for name in TERMS:
+        assert torch.equal(getattr(terms, name), plain.teacher_forced)
+    ours, theirs = (blocks.gradients(loss, base) for loss in (terms.loss(0.3, 0.6), plain.loss(0.3, 0.6)))
+    assert_close({"h": ours["h"]}, {"h": 1.9 * theirs["h"]})
+    assert all(torch.equal(guess, plain.guesses[0]) for guess in terms.guesses)
+
+
+# Rounds are the Jacobi passes of generation.
+
+
+@torch.no_grad()
+def test_rounds_are_the_passes_and_settle_left_to_right():
+    """After j rounds slots 1..j are those of the left-to-right decode; after B - 1 all are, and not before."""
+    blocks = Blocks()
+    blocks.h.requires_grad_(False)
+    base = blocks.head(blocks.h[:, 1:])
+    rounds = blocks.objective(base, blocks.refiner, num_rounds=P + 1).guesses
+    tokens = torch.zeros(M, P, dtype=torch.long)
+    for k in range(P):
+        prev = previous_tokens(blocks.predecessors, blocks.tokens[:, 0], tokens)
+        tokens[:, k] = (base + blocks.refiner(blocks.h, prev)[:, 1:])[:, k].argmax(dim=-1)
+    for j, guess in enumerate(rounds):
+        assert torch.equal(guess[:, :j], tokens[:, :j])
+        passes = resolve_block(blocks.refiner, blocks.h, base, blocks.predecessors, blocks.tokens[:, 0], j)
+        assert torch.equal(guess, passes.tokens)
+    assert not torch.equal(rounds[P - 1], tokens) and torch.equal(rounds[P], tokens)
+
+
+def test_simulated_tau_counts_the_leading_hits_and_one():
+    guesses = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3], [1, 2, 3]])
+    labels = torch.tensor([[1, 2, 3]]).expand(5, -1)
+    counted = torch.tensor([[1, 1, 1]] * 3 + [[1, 1, 0], [0, 0, 0]]).bool()
+    assert simulated_tau(guesses, labels, counted) == (3 + 1 + 0 + 2 + 0) + 5
+
+
+def test_gradients_reach_the_backbone_through_every_term():
+    """Of a real drafter in one piece: every backbone weight moves under each term alone; the refiner under two."""
+    trainer = make_trainer()
+    batch = batch_of(trainer, make_rows(2))
+    for name in TERMS:
+        trainer.model.zero_grad(set_to_none=True)
+        getattr(trainer.objective(trainer.model, batch), name).backward()
+        unreached = {n for n, p in trainer.model.named_parameters() if p.grad is None or p.grad.norm() == 0}
+        heads = {n for n, _ in trainer.model.named_parameters() if n.startswith("xpress_head")}
+        assert unreached == (heads if name == "anchor" else set())

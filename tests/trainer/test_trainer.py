@@ -1,0 +1,223 @@
+"""`XPressTrainer`: what a run moves and what it must not, its schedule, evaluation, checkpoints and resumption."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from rig import MASK_TOKEN, TAPS, drafted, make_drafter, make_target, plain, prompt, target
+from safetensors.torch import load_file
+from training import EVERY, batch_of, make_rows, make_trainer
+from transformers import AutoModel, TrainerCallback
+from xpress_drafter import XPressDrafterModel
+
+
+def hashes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def moved(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+
+
+def losses(trainer) -> list[dict]:
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+PINNED = [12.310522, 10.660468, 10.362408]
+
+# What moves.
+
+
+@pytest.mark.parametrize("refiner", [{}, {"xpress_rank": None, "markov_rank": 16}, {"xpress_rank": None}])
+def test_a_step_moves_every_weight_of_the_drafter_and_none_of_the_target(refiner):
+    """From a fresh drafter, whose mixer is zero; whatever the target's flags were."""
+    model = make_target(attention_dropout=0.5).train()
+    drafter = XPressDrafterModel.for_target(
+        model,
+        mask_token_id=MASK_TOKEN,
+        num_hidden_layers=2,
+        target_layer_ids=TAPS,
+        block_size=6,
+        **{"xpress_rank": 16, **refiner},
+    )
+    before, target_before, seen = hashes(drafter), hashes(model), []
+    model.model.layers[0].self_attn.register_forward_pre_hook(lambda module, args: seen.append(module.training))
+    trainer = make_trainer(drafter, model, make_rows(4))
+    trainer.train()
+    assert moved(drafter, before) == set(before) and drafter.training
+    assert moved(model, target_before) == set()
+    assert seen and not any(seen) and not any(module.training for module in model.modules())
+    assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+    batch = batch_of(trainer, make_rows(2))
+    for first, second in zip(trainer.read_target(batch), trainer.read_target(batch)):
+        assert torch.equal(first, second) and not first.requires_grad
+
+
+def test_loss_falls_and_its_course_is_pinned():
+    """Three steps on one batch, seeded: a change of the objective, of the schedule or of the drawing shows here."""
+    trainer = make_trainer(rows=make_rows(4), max_steps=3, learning_rate=1e-3)
+    trainer.train()
+    assert [entry["loss"] for entry in losses(trainer)] == pytest.approx(PINNED, rel=1e-4)
+
+
+def test_schedule_of_the_base_terms_weight():
+    """From 0.6 to 0.2 in equal steps over the whole run; the other weights stay."""
+    trainer = make_trainer(max_steps=4, learning_rate=1e-4)
+    trainer.train()
+    for entry, weight in zip(losses(trainer), (0.6, 0.5, 0.4, 0.3)):
+        expected = entry["loss_teacher_forced"] + 0.3 * entry["loss_consistency"] + weight * entry["loss_anchor"]
+        assert entry["loss"] == pytest.approx(expected, rel=1e-5)
+    assert trainer.lambda_anchor() == pytest.approx(0.2)
+
+
+def test_logs_average_over_the_steps_they_cover():
+    one, three = (make_trainer(max_steps=3, logging_steps=n) for n in (1, 3))
+    one.train(), three.train()
+    for name in ("loss", "tau_pass_0", "tau_pass_3"):
+        assert name in losses(three)[0]
+    assert losses(three)[0]["loss"] == pytest.approx(sum(e["loss"] for e in losses(one)) / 3, rel=1e-5)
+    assert all(1 <= entry["tau_pass_0"] <= 6 for entry in losses(one))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_drafters_are_refused(dtype):
+    with pytest.raises(ValueError, match=f"parameters are .*{dtype}.*expected torch.float32.*`bf16=True`"):
+        make_trainer(make_drafter(target()).to(dtype))
+
+
+def test_other_arguments_that_are_refused():
+    with pytest.raises(ValueError, match="`num_anchors` is 0, expected at least 1"):
+        make_trainer(num_anchors=0)
+    with pytest.raises(ValueError, match="made for a target with num_target_layers=4, but Qwen3ForCausalLM has 5"):
+        make_trainer(make_drafter(target()), make_target(num_hidden_layers=5))
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_bf16_target(bf16):
+    """As large targets are loaded; the drafter's weights stay fp32, with and without autocast."""
+    trainer = make_trainer(model=make_target().bfloat16(), bf16=bf16)
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
+    full = make_trainer()
+    full.train()
+    assert losses(trainer)[0]["loss"] == pytest.approx(losses(full)[0]["loss"], rel=0.05)
+
+
+# Evaluation.
+
+
+def test_evaluation():
+    """One quotient over all rows, however they are batched, and the same at every call."""
+    held_out, results = make_rows(5, seed=1), []
+    for batch_size in (1, 2, 5):
+        trainer = make_trainer(eval_dataset=held_out, num_anchors=EVERY, per_device_eval_batch_size=batch_size)
+        results += [trainer.evaluate(), trainer.evaluate()]
+    names = ["loss", *(f"loss_{term}" for term in ("teacher_forced", "consistency", "anchor"))]
+    names += [f"tau_pass_{j}" for j in range(4)]
+    for name in names:
+        assert len({round(result[f"eval_{name}"], 4) for result in results}) == 1, name
+    with torch.no_grad():
+        terms = trainer.objective(trainer.model, batch_of(trainer, held_out))
+    assert results[0]["eval_loss"] == pytest.approx((terms.loss(0.3, 0.2) / terms.weight).item(), rel=1e-5)
+    assert set(trainer.predict(held_out).metrics) >= {"test_loss", "test_tau_pass_0"}
+
+
+def test_few_anchors_are_evaluated_on_the_same_ones_every_time():
+    trainer = make_trainer(eval_dataset=make_rows(5, seed=1), num_anchors=2)
+    assert trainer.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
+
+
+def test_evaluation_leaves_training_as_it_was(tmp_path):
+    runs = []
+    for kwargs in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
+        trainer = make_trainer(eval_dataset=make_rows(3, seed=1), max_steps=4, logging_steps=2, **kwargs)
+        trainer.train()
+        runs.append(trainer)
+    assert sum("eval_loss" in entry for entry in runs[1].state.log_history) == 4
+    logs = [[{k: v for k, v in e.items() if k != "epoch"} for e in losses(trainer)] for trainer in runs]
+    assert logs[0] == logs[1]
+    assert moved(runs[0].model, hashes(runs[1].model)) == set()
+
+
+# Checkpoints.
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A run of three steps that saved itself, and its folder."""
+    trainer = make_trainer(
+        folder=tmp_path_factory.mktemp("run"), max_steps=3, save_strategy="steps", save_steps=3, num_anchors=8
+    )
+    trainer.train()
+    return trainer, trainer.args.output_dir + "/checkpoint-3"
+
+
+def test_checkpoint_holds_the_drafter_and_nothing_of_the_target(checkpoint):
+    trainer, folder = checkpoint
+    tensors = load_file(f"{folder}/model.safetensors")
+    parameters = dict(trainer.model.named_parameters())
+    assert tensors.keys() == parameters.keys()
+    assert all(torch.equal(tensor, parameters[name]) for name, tensor in tensors.items())
+    borrowed = {p.data_ptr() for p in trainer.target.parameters()}
+    assert not borrowed & {p.data_ptr() for p in parameters.values()}
+    optimizer = torch.load(f"{folder}/optimizer.pt")["state"]
+    moments = sum(state[key].numel() for state in optimizer.values() for key in ("exp_avg", "exp_avg_sq"))
+    assert moments == 2 * sum(p.numel() for p in parameters.values())
+
+
+def test_checkpoint_loads_for_generation_with_its_own_code(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    trainer, folder = checkpoint
+    loaded = AutoModel.from_pretrained(folder, trust_remote_code=True)
+    assert json.load(open(f"{folder}/config.json"))["auto_map"]["AutoModel"] == "drafter_xpress.XPressDrafterModel"
+    output, drafting = drafted(target(), prompt(), loaded, 20)
+    trained = drafted(target(), prompt(), trainer.model.eval(), 20)[1]
+    assert torch.equal(output, plain(target(), prompt(), 20))
+    assert drafting.rounds == trained.rounds and len(drafting.rounds) > 1
+
+
+class Stop(TrainerCallback):
+    """Ends the run after that many steps, as a kill would, with a checkpoint behind."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resumed_run_is_the_straight_one(tmp_path, accumulation):
+    """Ten steps, against five, a stop and five in another trainer, over epochs: weights, rates and logs are identical."""
+    common = {
+        "rows": make_rows(14),
+        "max_steps": 10,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": accumulation,
+        "warmup_steps": 3,
+        "num_anchors": 3,
+    }
+    straight = make_trainer(**common)
+    straight.train()
+    saving = {"folder": tmp_path, "save_strategy": "steps", "save_steps": 5}
+    make_trainer(callbacks=[Stop(5)], **common, **saving).train()
+    resumed = make_trainer(make_drafter(target(), seed=9), **common, **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert resumed.state.global_step == 10
+    assert losses(resumed) == losses(straight)
+    assert moved(resumed.model, hashes(straight.model)) == set()
+    assert {p.dtype for p in resumed.model.parameters()} == {torch.float32}
+    assert all(p.requires_grad for p in resumed.model.parameters())
+    assert not any(p.requires_grad for p in resumed.target.parameters())
+
+
+def test_the_same_anchors_are_not_drawn_twice():
+    trainer, seen = make_trainer(num_anchors=2), []
+    for step in (0, 0, 1, 2):
+        trainer.state.global_step = step
+        fetched = iter([trainer.data_collator(make_rows(4)) for _ in range(2)])
+        batches, _ = trainer.get_batch_samples(fetched, 2, torch.device("cpu"))
+        seen.append([batch["anchors"].tolist() for batch in batches])
+    assert seen[0] == seen[1] and len({str(batch) for step in seen for batch in step}) == 6
