@@ -211,7 +211,7 @@ class VocabularyReadout:
         self.sum_CVQ[-1, V - self.chunks[-1].start :] = -torch.inf
 
     def __call__(self, choose, latents_NPR: torch.Tensor):
-        x_RQ, maxima = latents_NPR.flatten(0, 1).T, []
+        x_RQ, maxima = latents_NPR.flatten(0, 1).T.to(self.bias_VQ.dtype), []  # autocast leaves `out=` products alone
         for rows, sum_VQ in zip(self.chunks, self.sum_CVQ):
             length = rows.stop - rows.start
             bias_VQ = torch.mm(self.w2.weight[rows], x_RQ, out=self.bias_VQ[:length])

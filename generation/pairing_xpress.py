@@ -4,6 +4,7 @@ Each check raises a `ValueError` that says what was got, what is expected and wh
 """
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..modeling_xpress.modeling_xpress import XPressModel
@@ -18,6 +19,9 @@ REFUSED = (
     "use_mtp",
     "prefill_chunk_size",
 )
+
+# Modules of a refiner whose weights decoding slices, so that what an adapter or a quantiser adds would be lost.
+READ_AS_MATRICES = ("xpress_head.in_proj", "xpress_head.w2", "markov_head.markov_w2")
 
 
 def check_pair(drafter: XPressModel, target: PreTrainedModel) -> None:
@@ -40,6 +44,12 @@ def check_pair(drafter: XPressModel, target: PreTrainedModel) -> None:
             f"the drafter reads the target's layers {ours.target_layer_ids}, but {type(target).__name__} has only "
             f"{text.num_hidden_layers}: load the drafter that was trained for this target."
         )
+    for name, module in drafter.named_modules():
+        if name.endswith(READ_AS_MATRICES) and type(module) is not nn.Linear:
+            raise ValueError(
+                f"the drafter's {name} is a {type(module).__name__}, expected a plain Linear, as decoding reads its matrix: "
+                "merge the adapter (`merge_and_unload`), or leave this module out of it."
+            )
 
 
 def check_options(drafter: XPressModel, num_passes, shortlist_size) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..generation import row_argmax
 from ..modeling_xpress import previous_tokens
 
 
@@ -124,7 +125,7 @@ def xpress_objective(
     def weighted(logits_MPV):
         return (slot_loss(logits_MPV, labels_MP, teacher_MPV, ce_weight) * weights_MP).sum()
 
-    guesses = [base_MPV.argmax(dim=-1)]
+    guesses = [row_argmax(base_MPV)]
     anchor = weighted(base_MPV)
     if refiner is None:
         return ObjectiveTerms(anchor, anchor.new_zeros(()), anchor.new_zeros(()), weights_MP.sum(), guesses)
@@ -140,7 +141,7 @@ def xpress_objective(
     for _ in range(num_rounds):
         refined_MPV = refine(guesses[-1])
         consistency = consistency + weighted(refined_MPV) / num_rounds
-        guesses.append(refined_MPV.argmax(dim=-1))
+        guesses.append(row_argmax(refined_MPV))
     return ObjectiveTerms(teacher_forced, consistency, anchor, weights_MP.sum(), guesses)
 
 

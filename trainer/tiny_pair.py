@@ -80,7 +80,7 @@ def train_drafter(out: Path, answers: list[dict], steps: int, seed: int) -> Path
     """Trains the drafter on `answers` and saves it in bf16 under `out/drafter`."""
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
-    target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.float32)
+    target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.bfloat16)
     drafter = XPressDrafterModel.for_target(
         target,
         mask_token_id=tokenizer.mask_token_id,

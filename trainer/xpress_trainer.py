@@ -31,6 +31,7 @@ class XPressTrainingArguments(TrainingArguments):
         ce_weight (`float`): Share of the cross-entropy; the rest is the L1 distance to the target's distribution.
     """
 
+    num_train_epochs: float = field(default=10.0)
     learning_rate: float = field(default=6e-4)
     lr_scheduler_type: str = field(default="cosine")
     warmup_steps: float = field(default=0.04)
@@ -90,8 +91,8 @@ class XPressTrainer(Trainer):
 
     def draw_anchors(self, batch: dict, generator: torch.Generator):
         """Adds `anchors` and `anchor_valid` `[N, A]` to a batch."""
-        anchors = sample_anchors(batch["loss_mask"], self.args.num_anchors, generator)
-        batch["anchors"], batch["anchor_valid"] = anchors
+        drawn = sample_anchors(batch["loss_mask"], self.args.num_anchors, generator)
+        batch["anchors"], batch["anchor_valid"] = drawn
 
     def cut_blocks(self, batch: dict) -> Blocks:
         return cut_blocks(

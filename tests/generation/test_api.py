@@ -25,7 +25,10 @@ def untouched():
 REFUSALS = {
     "two prompts": ({"inputs": TWO_PROMPTS}, "2 sequences.*expected 1.*call it once for each"),
     "num_return_sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),
-    "inputs_embeds": ({"inputs": None, "inputs_embeds": torch.zeros(1, 3, 32)}, "`inputs_embeds`.*expected `input_ids`"),
+    "inputs_embeds": (
+        {"inputs": None, "inputs_embeds": torch.zeros(1, 3, 32)},
+        "`inputs_embeds`.*expected `input_ids`",
+    ),
     "no cache": ({"use_cache": False}, "expected `use_cache=True`"),
     "synced_gpus": ({"synced_gpus": True}, "`synced_gpus`"),
     "guidance_scale": ({"guidance_scale": 1.5}, "`guidance_scale`=1.5"),

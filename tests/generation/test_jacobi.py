@@ -168,3 +168,46 @@ def test_row_argmax_of_what_is_not_a_number_is_still_a_token(size):
     logits[2] = -torch.inf
     index = row_argmax(logits)
     assert ((0 <= index) & (index < size)).all()
+
+
+class Readout(torch.nn.Module):
+    """A refiner reduced to its readout: the latents of a slot are those of the token before it."""
+
+    def __init__(self, vocab: int, rank: int, dtype: torch.dtype):
+        super().__init__()
+        self.w1 = torch.nn.Embedding(vocab, rank, dtype=dtype)
+        self.w2 = torch.nn.Linear(rank, vocab, bias=False, dtype=dtype)
+
+    def begin_block(self, h_NBH):
+        return None
+
+    def latents(self, block, prev_NB):
+        return self.w1(prev_NB)
+
+
+@pytest.mark.parametrize("vocab", [96, 1000, 2**14, 2**14 + 1, 40_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_fast_greedy_readout_equals_the_plain_one(vocab, dtype):
+    """Vocabulary first and in chunks, against a row for every slot; in bf16, sums may round to the same value."""
+    readout, rows = Readout(vocab, 16, dtype), 3
+    h, base = torch.randn(rows, BLOCK, HIDDEN), 4 * torch.randn(rows, P, vocab, dtype=dtype)
+    tokens = torch.randint(vocab, (2, rows))
+    for passes in (1, 2):
+        fast = resolve_block(readout, h, base, *tokens, passes)
+        plain = resolve_block(readout, h, base, *tokens, passes, warp=lambda scores: scores)
+        if dtype == torch.float32:
+            assert torch.equal(fast.tokens, plain.tokens)
+            continue
+        seed = resolve_block(readout, h, base, *tokens, passes - 1, warp=lambda scores: scores).tokens
+        sums = base + readout.w2(readout.w1(torch.cat([tokens.T, seed[:, :-1]], dim=1)))[:, 1:]
+        assert passes == 2 or torch.equal(sums.gather(2, fast.tokens[..., None])[..., 0], sums.amax(dim=-1))
+
+
+@pytest.mark.parametrize("vocab", [96, 4096, 40_000])
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_row_topk_is_torchs(vocab, size):
+    logits = torch.randn(2, 3, vocab)
+    values, ids = jacobi_xpress.row_topk(logits, size)
+    assert torch.equal(values.sort(dim=-1).values, logits.topk(size, dim=-1).values.sort(dim=-1).values)
+    assert torch.equal(logits.gather(-1, ids), values)
+    assert all(len(set(row)) == size for row in ids.flatten(0, 1).tolist())

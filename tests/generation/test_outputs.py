@@ -99,9 +99,7 @@ def test_without_return_dict_records_are_ignored_as_upstream():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 12, 24])
 def test_statistics_of_a_call(n):
-    output, drafting = drafted(
-        target(), prompt(), oracle(target(), ref(), PATTERN), n, return_dict_in_generate=True
-    )
+    output, drafting = drafted(target(), prompt(), oracle(target(), ref(), PATTERN), n, return_dict_in_generate=True)
     own = output.drafting
     assert own.rounds == drafting.rounds
     assert output.sequences.shape[1] - LENGTH == 1 + own.accepted + len(own.rounds) == n

@@ -1,14 +1,16 @@
 """`XPressTrainer`: what a run moves and what it must not, its schedule, evaluation, checkpoints and resumption."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from rig import MASK_TOKEN, TAPS, drafted, make_drafter, make_target, plain, prompt, target
+from rig import MASK_TOKEN, TAPS, make_drafter, make_target, plain, prompt, target
 from safetensors.torch import load_file
-from training import EVERY, batch_of, make_rows, make_trainer
+from training import EVERY, Gradients, assert_close, batch_of, make_rows, make_trainer
 from transformers import AutoModel, TrainerCallback
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from xpress_drafter import XPressDrafterModel
 
 
@@ -93,15 +95,26 @@ def test_other_arguments_that_are_refused():
         make_trainer(make_drafter(target()), make_target(num_hidden_layers=5))
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_a_bf16_target(bf16):
-    """As large targets are loaded; the drafter's weights stay fp32, with and without autocast."""
-    trainer = make_trainer(model=make_target().bfloat16(), bf16=bf16)
-    trainer.train()
+@pytest.mark.parametrize("dtype, bf16", [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
+def test_targets_and_arithmetic_in_bf16(dtype, bf16):
+    """With and without autocast; the drafter's weights stay fp32, and the loss is near that of fp32 throughout."""
+    trainer, full = make_trainer(model=make_target().to(dtype), bf16=bf16), make_trainer()
+    trainer.train(), full.train()
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
-    full = make_trainer()
-    full.train()
-    assert losses(trainer)[0]["loss"] == pytest.approx(losses(full)[0]["loss"], rel=0.05)
+    half, whole = losses(trainer)[0]["loss"], losses(full)[0]["loss"]
+    assert half == pytest.approx(whole, rel=0.05) and half != whole
+
+
+def test_activation_checkpointing():
+    """The same gradients, and every drafter layer computed twice."""
+    recorded, computed = Gradients(), []
+    for kwargs in ({}, {"gradient_checkpointing": True}):
+        trainer = make_trainer(callbacks=[recorded], max_grad_norm=0.0, **kwargs)
+        for layer in trainer.model.layers:
+            layer.mlp.register_forward_pre_hook(lambda module, args, kwargs=kwargs: computed.append(len(kwargs)))
+        trainer.train()
+    assert computed == [0] * 2 + [1] * 4
+    assert_close(recorded.steps[1], recorded.steps[0])
 
 
 # Evaluation.
@@ -166,16 +179,26 @@ def test_checkpoint_holds_the_drafter_and_nothing_of_the_target(checkpoint):
     assert moments == 2 * sum(p.numel() for p in parameters.values())
 
 
-def test_checkpoint_loads_for_generation_with_its_own_code(checkpoint, tmp_path, monkeypatch):
+@pytest.mark.parametrize("code", ["ours", "the folder's"])
+def test_checkpoint_loads_for_generation(checkpoint, code, tmp_path, monkeypatch):
+    """`AutoModel` takes the installed package where there is one; its own code is what everybody else runs."""
     monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
     trainer, folder = checkpoint
-    loaded = AutoModel.from_pretrained(folder, trust_remote_code=True)
-    assert json.load(open(f"{folder}/config.json"))["auto_map"]["AutoModel"] == "drafter_xpress.XPressDrafterModel"
-    output, drafting = drafted(target(), prompt(), loaded, 20)
-    trained = drafted(target(), prompt(), trainer.model.eval(), 20)[1]
-    assert torch.equal(output, plain(target(), prompt(), 20))
-    assert drafting.rounds == trained.rounds and len(drafting.rounds) > 1
+    loader = AutoModel if code == "ours" else get_class_from_dynamic_module(auto_map(folder), folder)
+    loaded = loader.from_pretrained(folder, trust_remote_code=True)
+    assert type(loaded).__module__.startswith("xpress_drafter." if code == "ours" else "transformers_modules.")
+    outputs = [
+        target().generate(prompt(), assistant_model=model.eval(), max_new_tokens=20, return_dict_in_generate=True)
+        for model in (loaded, trainer.model)
+    ]
+    assert torch.equal(outputs[0].sequences, plain(target(), prompt(), 20))
+    rounds = [[tuple(round) for round in output.drafting.rounds] for output in outputs]
+    assert rounds[0] == rounds[1] and len(rounds[0]) > 1
+
+
+def auto_map(folder: str) -> str:
+    return json.loads(Path(folder, "config.json").read_text())["auto_map"]["AutoModel"]
 
 
 class Stop(TrainerCallback):
