@@ -15,7 +15,7 @@ from transformers.generation import CandidateGenerator, LogitsProcessorList
 from transformers.generation import logits_process as processors
 from transformers.utils import ModelOutput
 
-from ..modeling_xpress.modeling_xpress import XPressModel, base_logits, context_features
+from ..modeling_xpress.modeling_xpress import XPressModel, base_logits, context_features, states_to_keep
 from .jacobi_xpress import Draft, resolve_block, resolve_left_to_right
 
 
@@ -101,7 +101,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         self.max_length = generation_config.max_length
         self.sample = bool(generation_config.do_sample)
         self.warp = self._warp(logits_processor or LogitsProcessorList())
-        self.model_kwargs_overrides = {"output_hidden_states": [i + 1 for i in self.layer_ids]}
+        self.model_kwargs_overrides = {"output_hidden_states": states_to_keep(self.layer_ids)}
         self.context: DraftContext | None = None
         self.prompt_seen = False
         self.last_draft: Draft | None = None

@@ -25,7 +25,7 @@ from .statistics_xpress import DraftingStatistics, Round, timed, tracked
 
 logger = logging.get_logger(__name__)
 
-# Transformers 5.18 renamed the cache's argument and output field.
+# Transformers 5.24 renamed the cache's argument and output field.
 _PREPARE = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE = "cache" if "cache" in _PREPARE else "past_key_values"
 

@@ -5,7 +5,7 @@ Each check raises a `ValueError` that says what was got, what is expected and wh
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, QuantizedCache
 
 from ..modeling_xpress.modeling_xpress import XPressModel
 
@@ -95,7 +95,7 @@ def check_cache(target, cache) -> None:
         )
     if cache is None:
         raise ValueError("drafting needs the target's cache: expected `use_cache=True`, got no cache.")
-    if not cache.is_croppable:
+    if not cache.is_croppable or isinstance(cache, QuantizedCache):  # before 5.24 that one calls itself croppable
         raise ValueError(
             f"{type(cache).__name__} cannot drop rejected draft tokens: expected a cache that can be cropped. Leave "
             "`cache_implementation` out, or set it to 'dynamic'."

@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     eager_attention_forward,
     rotate_half,
 )
+from transformers.utils import output_capturing
 
 from .configuration_xpress import XPressDrafterConfig, default_target_layer_ids
 from .refiner_xpress import CausalMixer, MarkovHead, XPressHead
@@ -189,6 +190,7 @@ class XPressModel(XPressPreTrainedModel):
                 flex `BlockMask`. Without one every slot sees everything.
             cache (`Cache`, *optional*): Takes keys and values of context and block; the caller crops the block.
         """
+        cache = kwargs.pop("past_key_values", cache)  # its name in Transformers' own generator before 5.24
         context = self.hidden_norm(self.fc(context_hidden_states))
         if position_ids is None:
             start = cache.get_seq_length() if cache is not None else 0
@@ -218,6 +220,15 @@ class XPressModel(XPressPreTrainedModel):
             floor = torch.finfo(noise_embeds.dtype).min
             mask = torch.zeros_like(mask, dtype=noise_embeds.dtype).masked_fill_(~mask, floor)
         return mask
+
+
+# Before 5.23, Transformers counted selected states from the first layer; there, all of them are asked for.
+_SELECTS_STATES = hasattr(output_capturing, "selected_hidden_states")
+
+
+def states_to_keep(target_layer_ids: Sequence[int]) -> list[int] | bool:
+    """The `output_hidden_states` of a target's forward for `context_features`: only the tapped layers' where possible."""
+    return [i + 1 for i in target_layer_ids] if _SELECTS_STATES else True
 
 
 def context_features(hidden_states: Sequence[torch.Tensor], target_layer_ids: Sequence[int]) -> torch.Tensor:

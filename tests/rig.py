@@ -26,7 +26,7 @@ from xpress_drafter.generation import decoding_xpress
 VOCAB, HIDDEN, LAYERS, BLOCK, WINDOW = 96, 32, 4, 6, 6
 MASK_TOKEN = VOCAB - 1
 TAPS = [0, 2]
-CACHE = decoding_xpress.CACHE  # `generate`'s name for a cache: `cache`, or `past_key_values` before Transformers 5.18
+CACHE = decoding_xpress.CACHE  # `generate`'s name for a cache: `cache`, or `past_key_values` before Transformers 5.24
 PATTERNS = [(BLOCK - 1,), (0,), (1,), (3,), (BLOCK - 2,), (0, 3, BLOCK - 1)]
 
 # `initializer_range` spreads the logits, so that no two are close enough for rounding to choose between them.

@@ -14,8 +14,8 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from ..generation import XPressDrafterModel
-from .xpress_trainer import XPressTrainer, XPressTrainingArguments
 from .tiny_target import chat, read_rows, split, train_target
+from .xpress_trainer import XPressTrainer, XPressTrainingArguments
 
 
 TARGET_STEPS = 3000

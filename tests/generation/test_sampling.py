@@ -184,7 +184,7 @@ def test_arg_max_drafts_have_a_one_hot_proposal(num_passes):
     assert draft.scores is None
     pairs, kept = case.pairs(draft, warp)
     assert case.p_value(pairs, warp) > 1e-3
-    assert kept > 0.03
+    assert kept > 0.01
     soft = case.draft(num_passes, warp, sample=True).scores
     pairs, _ = case.pairs(Draft(draft.tokens, soft, num_passes), warp)  # the planted fault
     assert case.p_value(pairs, warp) < 1e-6
