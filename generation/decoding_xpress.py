@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ..modeling_xpress.modeling_xpress import XPressModel
 from .acceptance_xpress import verify
 from .candidate_generator_xpress import XPressCandidateGenerator, row_wise
-from .pairing_xpress import check_call, check_options, check_pair, check_prefix, real_tokens
+from .pairing_xpress import check_call, check_options, check_pair, check_prefix, real_tokens, warn_of_another_target
 from .statistics_xpress import DraftingStatistics, Round, timed, tracked
 
 
@@ -66,6 +66,7 @@ def assisted_decoding(
     """
     cache = model_kwargs.get(CACHE)
     check_pair(drafter, target)
+    warn_of_another_target(drafter, target)
     check_options(drafter, num_passes, shortlist_size)
     check_call(target, input_ids, generation_config, synced_gpus, cache, model_kwargs)
     generator = XPressCandidateGenerator(

@@ -6,9 +6,12 @@ Each check raises a `ValueError` that says what was got, what is expected and wh
 import torch
 from torch import nn
 from transformers import PreTrainedModel, QuantizedCache
+from transformers.utils import logging
 
-from ..modeling_xpress.modeling_xpress import XPressModel
+from ..modeling_xpress.modeling_xpress import XPressModel, embedding_fingerprint
 
+
+logger = logging.get_logger(__name__)
 
 # Settings of `generate` that ask for another way of decoding, or of the prompt's forward.
 REFUSED = (
@@ -50,6 +53,19 @@ def check_pair(drafter: XPressModel, target: PreTrainedModel) -> None:
                 f"the drafter's {name} is a {type(module).__name__}, expected a plain Linear, as decoding reads its matrix: "
                 "merge the adapter (`merge_and_unload`), or leave this module out of it."
             )
+
+
+def warn_of_another_target(drafter: XPressModel, target: PreTrainedModel) -> None:
+    """Warns where sizes fit but the embedding is another model's: nothing breaks, but no draft would be kept."""
+    ours, theirs = drafter.config.target_fingerprint, embedding_fingerprint(target)
+    if ours is None or theirs is None:
+        return
+    furthest = max(abs(a - b) / max(abs(a), abs(b), 1e-9) for a, b in zip(ours, theirs))
+    if furthest > 0.05:
+        logger.warning_once(
+            f"The drafter was trained for another target: norms of its embedding's rows are {theirs}, expected {ours} "
+            "within 5 %. The output stays right, but few drafts will be kept: load the drafter of this target."
+        )
 
 
 def check_options(drafter: XPressModel, num_passes, shortlist_size) -> None:

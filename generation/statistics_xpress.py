@@ -15,6 +15,7 @@ from functools import wraps
 from typing import NamedTuple
 
 import torch
+import transformers
 
 
 class Round(NamedTuple):
@@ -65,7 +66,11 @@ class DraftingStatistics:
         return 1 - steps / self.seconds["total"] if self.seconds["total"] else 0.0
 
 
-_TRACKED: ContextVar[tuple[DraftingStatistics, ...]] = ContextVar("xpress_tracked", default=())
+# One variable for every copy of this file, the package's and those of published folders, so that `track_drafting` of
+# one sees the drafters of another.
+_TRACKED: ContextVar[tuple[DraftingStatistics, ...]] = vars(transformers.generation).setdefault(
+    "_xpress_tracked", ContextVar("xpress_tracked", default=())
+)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What the weights are: configuration, backbone, refiner. Knows nothing of decoding or training."""
 
 from .configuration_xpress import XPressDrafterConfig, default_target_layer_ids
-from .modeling_xpress import XPressModel, base_logits, context_features, states_to_keep
+from .modeling_xpress import XPressModel, base_logits, context_features, embedding_fingerprint, states_to_keep
 from .refiner_xpress import MarkovHead, XPressHead, previous_tokens
 
 
@@ -13,6 +13,7 @@ __all__ = [
     "base_logits",
     "context_features",
     "default_target_layer_ids",
+    "embedding_fingerprint",
     "previous_tokens",
     "states_to_keep",
 ]

@@ -50,6 +50,7 @@ class XPressDrafterConfig(Qwen3Config):
         target_layer_ids (`list[int]`): Target layers whose outputs are read, counted from 0; layer `i`'s output is
             `hidden_states[i + 1]`.
         num_target_layers (`int`): Layers of the target.
+        target_fingerprint (`list[float]`): `embedding_fingerprint` of the target trained for: tells others of its size.
         sample_from_anchor (`bool`): Whether slot k predicts the token after position a + k ("shift"). Only `False`
             ("fill-in": slot k predicts position a + k) is read.
         xpress_rank, xpress_mlp_hidden, xpress_block_size (`int`): Rank R, MLP width m and block size of the causal
@@ -66,6 +67,7 @@ class XPressDrafterConfig(Qwen3Config):
     mask_token_id: int | None = None
     target_layer_ids: list[int] | None = None
     num_target_layers: int | None = None
+    target_fingerprint: list[float] | None = None
     sample_from_anchor: bool = False
     xpress_rank: int | None = None
     xpress_mlp_hidden: int | None = None

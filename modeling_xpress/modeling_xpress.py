@@ -164,6 +164,7 @@ class XPressModel(XPressPreTrainedModel):
             num_hidden_layers=num_hidden_layers,
             target_layer_ids=list(layer_ids),
             num_target_layers=text.num_hidden_layers,
+            target_fingerprint=embedding_fingerprint(target),
         )
         return cls(config)
 
@@ -229,6 +230,16 @@ _SELECTS_STATES = hasattr(output_capturing, "selected_hidden_states")
 def states_to_keep(target_layer_ids: Sequence[int]) -> list[int] | bool:
     """The `output_hidden_states` of a target's forward for `context_features`: only the tapped layers' where possible."""
     return [i + 1 for i in target_layer_ids] if _SELECTS_STATES else True
+
+
+@torch.no_grad()
+def embedding_fingerprint(target: PreTrainedModel, samples: int = 8) -> list[float] | None:
+    """Norms of some rows of the target's embedding, evenly spread: alike after fine-tuning, not for another model."""
+    if target.device.type == "meta":
+        return None
+    ids = torch.linspace(0, target.config.get_text_config(decoder=True).vocab_size - 1, samples, device=target.device)
+    norms = target.get_input_embeddings()(ids.long()).float().norm(dim=-1)
+    return [float(f"{norm:.4g}") for norm in norms.tolist()]
 
 
 def context_features(hidden_states: Sequence[torch.Tensor], target_layer_ids: Sequence[int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from rig import (
     WINDOW,
     NaNDrafter,
     assert_rounds,
+    assert_same_but_for_a_near_tie,
     drafted,
     make_drafter,
     make_target,
@@ -19,6 +20,7 @@ from rig import (
     plain,
     prompt,
     ref,
+    steer,
     target,
 )
 from transformers import LogitsProcessor, LogitsProcessorList, Qwen3NextConfig, Qwen3NextForCausalLM
@@ -113,6 +115,38 @@ def test_context_is_the_tapped_layers_of_every_verified_position():
         torch.testing.assert_close(context, expected[:, position : position + new], atol=1e-4, rtol=1e-4)
         position += new
     assert position > 30
+
+
+@pytest.mark.parametrize(
+    "refiner", [{}, {"xpress_rank": None}, {"xpress_rank": None, "markov_rank": 16}], ids=["xpress", "none", "markov"]
+)
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gemma3"])
+def test_drafts_equal_a_slow_reference(kind, refiner, monkeypatch):
+    """Every draft of the loop, made from cached and incremental parts, against one made from scratch."""
+    model, drafter = target(kind), make_drafter(target(kind), **refiner)
+    drafts = steer(monkeypatch, ref(kind), (0, 3, BLOCK - 1, 1))
+    output, _ = drafted(model, prompt(), drafter, 24)
+    assert torch.equal(output, ref(kind)[:, :31]) and len(drafts) > 6
+    for ids, draft in drafts:
+        assert torch.equal(draft.tokens, slow_draft(model, drafter, ids))
+
+
+def slow_draft(model, drafter, ids: torch.LongTensor) -> torch.LongTensor:
+    """The draft tokens behind `ids`, by the definition: no cache, all passes through the whole refiner."""
+    states = model(ids[:, :-1], output_hidden_states=True).hidden_states
+    block = torch.cat([ids[0, -1:], torch.full((BLOCK - 1,), MASK_TOKEN)])[None]
+    h = drafter(
+        model.get_input_embeddings()(block), torch.cat([states[i + 1] for i in TAPS], dim=-1)
+    ).last_hidden_state
+    base = model.lm_head(h)
+    if cap := getattr(model.config, "final_logit_softcapping", None):
+        base = cap * torch.tanh(base / cap)
+    tokens = base.argmax(dim=-1)
+    passes = {"xpress": drafter.config.xpress_num_passes, "markov": BLOCK - 1, None: 0}[drafter.config.refiner_type]
+    for _ in range(passes):
+        prev = torch.cat([ids[:, -2:], tokens[:, 1:-1]], dim=1)
+        tokens = (base + drafter.refiner(h, prev)).argmax(dim=-1)
+    return tokens[:, 1:]
 
 
 @pytest.mark.parametrize("layer", range(4))
@@ -264,22 +298,14 @@ def test_greedy_draws_no_random_number():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_differs_only_at_near_ties(dtype):
-    """The published rule: the text of a bf16 or fp16 target may part from the plain run's only at a near-tie.
-
-    Between the two best tokens at the first difference lies less than a rounding step of their logits, times 8.
-    """
     parted = 0
-    for seed in range(6):
-        model = make_target("qwen3", seed).to(dtype)
-        text = plain(model, prompt(seed=seed), 60)
-        output, drafting = drafted(model, prompt(seed=seed), oracle(model, text, (0, 3, BLOCK - 1)), 60)
+    for seed in range(4):
+        model = make_target(seed=seed).to(dtype)
+        text = plain(model, prompt(seed=seed), 40)
+        output, drafting = drafted(model, prompt(seed=seed), oracle(model, text, (0, 3, BLOCK - 1)), 40)
+        parted += assert_same_but_for_a_near_tie(model, output, text, dtype)
         assert drafting.accepted > 0
-        different = (output != text)[0].nonzero()
-        if len(different):
-            parted += 1
-            best = model(text[:, : different[0]]).logits[0, -1].float().topk(2).values
-            assert best[0] - best[1] <= 8 * torch.finfo(dtype).eps * best[0].abs()
-    assert parted < 6
+    assert parted <= 2
 
 
 def test_mask_token_of_the_block_never_enters_the_text_by_itself():
