@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import transformers
 import typer
 from rich.console import Console
 from rich.progress import Progress
@@ -224,13 +225,23 @@ def bench_refine(
 @app.command()
 def build_tiny(
     data: Annotated[Path, typer.Argument(exists=True, help="gsm8k-train.jsonl: rows of question and answer.")],
+    test: Annotated[Path, typer.Argument(exists=True, help="gsm8k-test.jsonl: 20 of it are measured on.")],
     out: Annotated[Path, typer.Argument(help="Folder for the pair; a killed run goes on in it.")],
     seed: int = 0,
 ):
-    """Rebuilds the shipped pair from GSM8K's text."""
+    """Rebuilds the shipped pair from GSM8K's text, measures it and writes its cards."""
+    from .hub_cards.cards import write_tiny_cards
     from .trainer.tiny_pair import build_tiny as build
 
+    questions = read_prompts(test)[:20]
     build(data, out, seed)
+    tokenizer, target, drafter = load_pair(str(out / "target"), str(out / "drafter"), torch.float32)
+    rows = show_comparison(tokenizer, target, drafter, questions, max_new_tokens=128)
+    on = (
+        f"The first {len(questions)} questions of GSM8K's test split, greedy, at most 128 new tokens, "
+        f"fp32, {torch.get_num_threads()} CPU threads, torch {torch.__version__}, transformers {transformers.__version__}."
+    )
+    write_tiny_cards(out, rows, drafter.num_parameters(), on)
     console.print(f"The pair lies in {out / 'target'} and {out / 'drafter'}.")
 
 

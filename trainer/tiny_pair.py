@@ -1,8 +1,8 @@
 """Builds the shipped pair from GSM8K's text: target, the target's own answers, drafter. One seeded run, resumable.
 
-    xpress build-tiny gsm8k-train.jsonl OUT
+    xpress build-tiny gsm8k-train.jsonl gsm8k-test.jsonl OUT
 
-Everything lies under OUT; a killed run goes on where it stopped. The steps are fixed numbers, not times, so that two
+Everything lies under OUT, what is not shipped in OUT/work; a killed run goes on where it stopped. The steps are fixed numbers, not times, so that two
 machines train the same pair.
 """
 
@@ -25,20 +25,20 @@ TAPS = [2, 5, 8]
 MAX_ANSWER = 160  # tokens; nine of ten training answers end before
 
 
-def build_tiny(
-    data: Path, out: Path, seed: int = 0, target_steps: int = TARGET_STEPS, drafter_steps: int = DRAFTER_STEPS
-) -> Path:
-    """Runs all that is not done yet under `out` and returns it: `target/`, `answers.jsonl`, `drafter/`, logs."""
-    rows = read_rows(data)
-    out.mkdir(parents=True, exist_ok=True)
+def build_tiny(data: Path, out: Path, seed: int = 0) -> None:
+    """Makes what is not there yet: `out/target`, `out/drafter`, `out/log.json`, and `out/work`, which is not shipped."""
+    rows, work = read_rows(data), out / "work"
+    work.mkdir(parents=True, exist_ok=True)
     if not (out / "target" / "model.safetensors").exists():
-        train_target(rows, out, target_steps, seed)
+        train_target(rows, out, TARGET_STEPS, seed)
     answers = answer_questions(
-        out / "target", [row["question"] for row in split(rows, seed)[1]], out / "answers.jsonl"
+        out / "target", [row["question"] for row in split(rows, seed)[1]], work / "answers.jsonl"
     )
     if not (out / "drafter" / "model.safetensors").exists():
-        train_drafter(out, answers, drafter_steps, seed)
-    return out
+        train_drafter(out, answers, DRAFTER_STEPS, seed)
+    log = {part: json.loads((work / f"{part}-log.json").read_text()) for part in ("target", "drafter")}
+    log["answers"] = {"rows": len(answers), "tokens": sum(sum(row["loss_mask"]) for row in answers)}
+    (out / "log.json").write_text(json.dumps(log, indent=1))
 
 
 @torch.no_grad()
@@ -76,7 +76,7 @@ def row_of(prompt: list[int], answer: list[int], tokenizer) -> dict:
     return {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
 
 
-def train_drafter(out: Path, answers: list[dict], steps: int, seed: int) -> Path:
+def train_drafter(out: Path, answers: list[dict], steps: int, seed: int) -> None:
     """Trains the drafter on `answers` and saves it in bf16 under `out/drafter`."""
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
@@ -90,16 +90,17 @@ def train_drafter(out: Path, answers: list[dict], steps: int, seed: int) -> Path
         xpress_rank=64,
         xpress_mlp_hidden=128,
     )
-    checkpoints = out / "drafter-checkpoints"
+    work, checkpoints = out / "work", out / "work" / "drafter-checkpoints"
     args = XPressTrainingArguments(
         output_dir=str(checkpoints),
         max_steps=steps,
-        per_device_train_batch_size=8,
-        learning_rate=1.5e-3,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        train_sampling_strategy="group_by_length",
         num_anchors=24,
         bf16=True,
         logging_steps=100,
-        save_steps=500,
+        save_steps=1000,
         save_total_limit=1,
         report_to=[],
         seed=seed,
@@ -109,5 +110,5 @@ def train_drafter(out: Path, answers: list[dict], steps: int, seed: int) -> Path
     trainer = XPressTrainer(drafter, target, args, train_dataset=Dataset.from_list(answers))
     trainer.train(resume_from_checkpoint=any(checkpoints.glob("checkpoint-*")))
     drafter.bfloat16().save_pretrained(out / "drafter")
-    (out / "drafter-log.json").write_text(json.dumps(trainer.state.log_history, indent=1))
-    return out / "drafter"
+    history = [{key: round(float(value), 5) for key, value in row.items()} for row in trainer.state.log_history]
+    (work / "drafter-log.json").write_text(json.dumps(history, indent=1))

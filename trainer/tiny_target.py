@@ -121,18 +121,18 @@ def language_loss(model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tenso
         return model(input_ids=windows, labels=windows).loss
 
 
-def train_target(rows: list[dict], out: Path, steps: int, seed: int) -> Path:
+def train_target(rows: list[dict], out: Path, steps: int, seed: int) -> None:
     """
-    Trains tokenizer and target on `rows`, saves both in bf16 under `out/target` and returns that folder.
+    Trains tokenizer and target on `rows`, saves both in bf16 under `out/target`.
 
-    `out/target-checkpoint.pt` is written every 200 steps; a killed run goes on from it, with the same batches.
+    `out/work/target-checkpoint.pt` is written every 200 steps; a killed run goes on from it, with the same batches.
     """
     torch.manual_seed(seed)
     held_out, train = split(rows, seed)
     tokenizer = train_tokenizer(train)
     model = Qwen3ForCausalLM(target_config(tokenizer))
     windows, watched = pack(train, tokenizer), pack(held_out, tokenizer)
-    pairs, checkpoint, log, first = optimizers(model, steps), out / "target-checkpoint.pt", [], 0
+    pairs, checkpoint, log, first = optimizers(model, steps), out / "work" / "target-checkpoint.pt", [], 0
     parts = [model, *(part for pair in pairs for part in pair)]
     if checkpoint.exists():
         state = torch.load(checkpoint)
@@ -167,7 +167,6 @@ def train_target(rows: list[dict], out: Path, steps: int, seed: int) -> Path:
     folder = out / "target"
     model.bfloat16()
     model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    (out / "target-log.json").write_text(json.dumps(log, indent=1))
+    (out / "work" / "target-log.json").write_text(json.dumps(log, indent=1))
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
-    return folder

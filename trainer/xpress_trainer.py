@@ -11,7 +11,7 @@ from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from ..generation.pairing_xpress import check_pair
-from ..modeling_xpress import XPressModel, base_logits, context_features
+from ..modeling_xpress import XPressModel, base_logits, context_features, states_to_keep
 from .blocks import Blocks, block_attention_mask, cut_blocks, document_positions, sample_anchors
 from .data import XPressCollator, check_rows
 from .objective import ObjectiveTerms, position_weights, simulated_tau, xpress_objective
@@ -155,7 +155,7 @@ class XPressTrainer(Trainer):
         outputs = self.target.get_decoder()(
             input_ids=inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
-            output_hidden_states=[i + 1 for i in layer_ids],
+            output_hidden_states=states_to_keep(layer_ids),
             use_cache=False,
         )
         logits = base_logits(self.target, outputs.last_hidden_state)

@@ -308,10 +308,11 @@ def test_half_precision_differs_only_at_near_ties(dtype):
     assert parted <= 2
 
 
-def test_mask_token_of_the_block_never_enters_the_text_by_itself():
-    seen = []
-    model = make_target()
-    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    drafted(model, prompt(), make_drafter(model), 4)
-    blocks = [ids[0].tolist() for ids in seen if ids.shape[1] == BLOCK and (ids[0, 1:] == MASK_TOKEN).all()]
-    assert [block[0] for block in blocks] == ref()[0, 7 : 7 + len(blocks)].tolist()
+def test_a_block_is_the_anchor_and_mask_tokens():
+    model, seen = make_target(), []
+    drafter = make_drafter(model)
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0].tolist()))
+    drafted(model, prompt(), drafter, 4)
+    masks = [MASK_TOKEN] * (BLOCK - 1)
+    blocks = [ids[0] for ids in seen if isinstance(ids[0], list) and ids[0][1:] == masks]
+    assert [block[0] for block in blocks] == ref()[0, 7 : 7 + len(blocks)].tolist() and len(blocks) == 2

@@ -5,7 +5,7 @@ import torch
 from checkpoints import REFINERS, agreeing_pair, config, drafter
 from rig import BLOCK, HIDDEN, TAPS, VOCAB, drafted, make_target, plain, prompt
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DynamicCache, Gemma3TextConfig, LlamaConfig
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 from xpress_drafter import XPressDrafterModel
 from xpress_drafter.modeling_xpress import XPressModel, base_logits, context_features, previous_tokens
 
@@ -209,15 +209,19 @@ def test_for_target_takes_the_targets_shapes():
         vocab_size=80, hidden_size=32, intermediate_size=40, num_hidden_layers=9, num_attention_heads=4,
         num_key_value_heads=1, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 3e5},
     )  # fmt: skip
-    target = make_target()
-    target.config = llama
-    made = XPressDrafterModel.for_target(target, mask_token_id=79, num_hidden_layers=2, block_size=4).config
+    made = XPressDrafterModel.for_target(
+        LlamaForCausalLM(llama), mask_token_id=79, num_hidden_layers=2, block_size=4
+    ).config
     assert (made.vocab_size, made.intermediate_size, made.num_key_value_heads, made.head_dim) == (80, 40, 1, 8)
     assert (made.rms_norm_eps, made.rope_parameters["rope_theta"]) == (1e-5, 3e5)
     assert (made.num_target_layers, made.target_layer_ids) == (9, [1, 6])
-    target.config = Gemma3TextConfig(num_hidden_layers=9, head_dim=8)
+    gemma = Gemma3TextConfig(
+        vocab_size=80, hidden_size=32, intermediate_size=40, num_hidden_layers=9, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    target = Gemma3ForCausalLM(gemma)
     made = XPressDrafterModel.for_target(target, mask_token_id=0, num_hidden_layers=2, intermediate_size=16).config
-    assert made.rope_parameters["rope_theta"] == target.config.rope_parameters["full_attention"]["rope_theta"]
+    assert made.rope_parameters["rope_theta"] == gemma.rope_parameters["full_attention"]["rope_theta"]
     assert made.intermediate_size == 16  # what the caller names wins
 
 

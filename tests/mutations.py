@@ -1,0 +1,101 @@
+"""A check of the suite itself: plants faults one by one in a copy of the repository; each must make a test fail.
+
+    python tests/mutations.py
+
+Prints for every fault the tests that caught it; exits with 1 if one went unnoticed.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutation(NamedTuple):
+    fault: str
+    file: str
+    old: str
+    new: str
+    tests: str  # where to look for a test that fails
+
+
+MUTATIONS = [
+    Mutation(
+        "labels shifted by one",
+        "trainer/blocks.py",
+        "at(input_ids_NS, indices), counted",
+        "at(input_ids_NS, (indices + 1).clamp_max(S - 1)), counted",
+        "tests/trainer/test_blocks.py",
+    ),
+    Mutation(
+        "taps shifted by one",
+        "modeling_xpress/modeling_xpress.py",
+        "hidden_states[i + 1] for i in target_layer_ids",
+        "hidden_states[i] for i in target_layer_ids",
+        "tests/generation/test_greedy.py",
+    ),
+    Mutation(
+        "q from the pass before the tokens'",
+        "generation/jacobi_xpress.py",
+        "tokens_NP, scores = readout(choose, latents)",
+        "tokens_NP = readout(choose, latents)[0]",
+        "tests/generation/test_sampling.py",
+    ),
+    Mutation(
+        "causal attention inside the block",
+        "modeling_xpress/modeling_xpress.py",
+        "query, key, value, attention_mask, dropout",
+        "query, key, value, torch.ones(B, key.shape[2], dtype=torch.bool).tril(key.shape[2] - B), dropout",
+        "tests/modeling_xpress/test_modeling.py",
+    ),
+    Mutation(
+        "the context reaches one position too far",
+        "trainer/blocks.py",
+        "< anchors_NA[..., None]",
+        "<= anchors_NA[..., None]",
+        "tests/trainer/test_blocks.py",
+    ),
+    Mutation(
+        "the cache keeps one rejected draft",
+        "generation/decoding_xpress.py",
+        "self.cache.crop(kept - 1 - drafts.shape[1])",
+        "self.cache.crop(min(kept - drafts.shape[1], 0))",
+        "tests/generation/test_greedy.py",
+    ),
+]
+
+
+def caught_by(mutation: Mutation, folder: Path) -> list[str]:
+    """The tests that fail on a copy with the fault in it."""
+    copy = folder / "xpress_drafter"  # the import package is the repository's root
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "__pycache__"))
+    file = copy / mutation.file
+    source = file.read_text(encoding="utf-8")
+    if source.count(mutation.old) != 1:
+        raise SystemExit(f"{mutation.file} holds {mutation.old!r} {source.count(mutation.old)} times, expected once.")
+    file.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-q", "--maxfail=3", "-p", "no:cacheprovider", *mutation.tests.split()]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+    return re.findall(r"^FAILED (\S+)", run.stdout, flags=re.MULTILINE)
+
+
+def main() -> int:
+    unnoticed = 0
+    for mutation in MUTATIONS:
+        with tempfile.TemporaryDirectory() as folder:
+            tests = caught_by(mutation, Path(folder))
+        unnoticed += not tests
+        print(f"{mutation.fault}: {', '.join(tests) or 'UNNOTICED'}", flush=True)
+    return int(unnoticed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
