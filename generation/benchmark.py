@@ -16,7 +16,7 @@ from .jacobi_xpress import resolve_block, resolve_left_to_right
 def refinement_ways(
     vocab_size: int, hidden_size: int, rank: int, mlp_width: int, block_size: int, shortlist: int, dtype: torch.dtype
 ) -> dict:
-    """Name to function: each resolves one block of random states, weights and base logits of that shape."""
+    """Name to function: each resolves one block of random weights and base logits of that shape."""
     torch.manual_seed(0)
     config = SimpleNamespace(
         vocab_size=vocab_size,
@@ -28,8 +28,8 @@ def refinement_ways(
     )
     xpress, markov = XPressHead(config).to(dtype).eval(), MarkovHead(config).to(dtype).eval()
     for parameter in xpress.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)  # so large that every pass moves a token, and none is saved
-    h = torch.randn(1, block_size, hidden_size, dtype=dtype)
+        torch.nn.init.normal_(parameter, std=0.5)
+    h = torch.zeros(1, block_size, hidden_size, dtype=dtype)  # tokens alone decide, so every pass moves some
     base = torch.randn(1, block_size - 1, vocab_size, dtype=dtype)
     token = torch.tensor([1])
 
