@@ -19,7 +19,7 @@ from .xpress_trainer import XPressTrainer, XPressTrainingArguments
 
 
 TARGET_STEPS = 3000
-DRAFTER_STEPS = 6000
+DRAFTER_STEPS = 5000
 BLOCK_SIZE = 8
 TAPS = [2, 5, 8]
 MAX_ANSWER = 160  # tokens; nine of ten training answers end before
