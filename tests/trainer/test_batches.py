@@ -2,10 +2,12 @@
 
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from rig import MASK_TOKEN, make_drafter, target
 from training import EVERY, Gradients, assert_close, batch_of, gradients, make_rows, make_trainer
 from xpress_drafter.modeling_xpress import base_logits
@@ -129,7 +131,7 @@ def test_denominator_is_the_weight_of_the_whole_accumulated_batch():
 
 def run_process(rank: int, port: int, folder):
     """One of two processes: half of the rows of every step, then half of an evaluation."""
-    PartialState._reset_state(), AcceleratorState._reset_state(), GradientState._reset_state()
+    torch.set_num_threads(1)
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in world.items()}
     trainer = processes_trainer(2)
@@ -158,7 +160,16 @@ def test_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(run_process, (port, tmp_path), nprocs=2, start_method="fork")
+    # Fresh interpreters: a fork of this one would wait for threads that it does not have.
+    here = str(Path(__file__).parent)
+    start = "import sys; sys.path[:0] = sys.argv[4:]; from pathlib import Path; import test_batches as t; "
+    start += "t.run_process(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))"
+    command = [sys.executable, "-c", start]
+    both = [
+        subprocess.Popen([*command, str(rank), str(port), str(tmp_path), here, str(Path(here).parent)])
+        for rank in (0, 1)
+    ]
+    assert [process.wait(timeout=120) for process in both] == [0, 0]
     weights, log, metrics = torch.load(tmp_path / "result.pt", weights_only=False)
     alone = processes_trainer(4)
     alone.train()
