@@ -6,20 +6,26 @@ Everything lies under OUT, what is not shipped in OUT/work; a killed run goes on
 machines train the same pair.
 """
 
+import calendar
 import json
+import random
+import re
+from collections import Counter
 from pathlib import Path
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup, set_seed
 
 from ..generation import XPressDrafterModel
+from .optimizer import MuonAdamW
 from .tiny_target import chat, read_rows, split, train_target
 from .xpress_trainer import XPressTrainer, XPressTrainingArguments
 
 
 TARGET_STEPS = 3000
-DRAFTER_STEPS = 5000
+DRAFTER_STEPS = 8000
+VARIATIONS = 2  # of every training question
 BLOCK_SIZE = 8
 TAPS = [2, 5, 8]
 MAX_ANSWER = 160  # tokens; nine of ten training answers end before
@@ -31,14 +37,51 @@ def build_tiny(data: Path, out: Path, seed: int = 0) -> None:
     work.mkdir(parents=True, exist_ok=True)
     if not (out / "target" / "model.safetensors").exists():
         train_target(rows, out, TARGET_STEPS, seed)
-    answers = answer_questions(
-        out / "target", [row["question"] for row in split(rows, seed)[1]], work / "answers.jsonl"
-    )
+    questions = vary_questions([row["question"] for row in split(rows, seed)[1]], VARIATIONS, seed)
+    answers = answer_questions(out / "target", questions, work / "answers.jsonl")
     if not (out / "drafter" / "model.safetensors").exists():
         train_drafter(out, answers, DRAFTER_STEPS, seed)
     log = {part: json.loads((work / f"{part}-log.json").read_text()) for part in ("target", "drafter")}
     log["answers"] = {"rows": len(answers), "tokens": sum(sum(row["loss_mask"]) for row in answers)}
     (out / "log.json").write_text(json.dumps(log, indent=1))
+
+
+def vary_questions(questions: list[str], variations: int, seed: int) -> list[str]:
+    """
+    The questions with other numbers and names, `variations` times each.
+
+    The target half remembers the answers to the questions that it was trained on, and what it says from memory is not
+    what a drafter will meet: with the varied questions the drafter trains on answers that the target had to make up.
+    """
+    names, varied = _names(questions), []
+    for variation in range(1, variations + 1):
+        rng = random.Random(seed + variation)
+        varied += [_vary(question, names, rng) for question in questions]
+    return varied
+
+
+def _vary(question: str, names: list[str], rng: random.Random) -> str:
+    """One question with other numbers of as many digits, and other names; 0 and 1 stay, words like "each" go with them."""
+    replaced, known = {"0": "0", "1": "1"}, set(names)
+
+    def replace(match: re.Match) -> str:
+        word = match[0]
+        if word not in replaced:
+            low = 10 ** (len(word) - 1)
+            replaced[word] = str(rng.randint(max(low, 2), 10 * low - 1)) if word.isdigit() else rng.choice(names)
+        return replaced[word]
+
+    question = re.sub(r"\d+", replace, question)
+    return re.sub(r"\b[A-Z][a-z]+\b", lambda match: replace(match) if match[0] in known else match[0], question)
+
+
+def _names(questions: list[str]) -> list[str]:
+    """Words that stand capitalised inside sentences, several times, and never otherwise; no days and months."""
+    inside = Counter(word for q in questions for word in re.findall(r"(?<=[a-z,;] )[A-Z][a-z]{2,}\b", q))
+    other = set(re.findall(r"\b[a-z]+\b", " ".join(questions))) | {
+        word.lower() for word in (*calendar.day_name, *calendar.month_name)
+    }
+    return sorted(word for word, count in inside.items() if count >= 3 and word.lower() not in other)
 
 
 @torch.no_grad()
@@ -95,19 +138,22 @@ def train_drafter(out: Path, answers: list[dict], steps: int, seed: int) -> None
         output_dir=str(checkpoints),
         max_steps=steps,
         per_device_train_batch_size=2,
-        learning_rate=1e-3,
         train_sampling_strategy="group_by_length",
-        num_anchors=24,
+        num_anchors=40,
         bf16=True,
         logging_steps=100,
-        save_steps=1000,
+        save_steps=500,
         save_total_limit=1,
         report_to=[],
         seed=seed,
         use_cpu=True,
         disable_tqdm=True,
     )
-    trainer = XPressTrainer(drafter, target, args, train_dataset=Dataset.from_list(answers))
+    optimizer = MuonAdamW(drafter.named_parameters(), muon_lr=0.02, adamw_lr=3e-3)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=40, num_training_steps=steps)
+    trainer = XPressTrainer(
+        drafter, target, args, train_dataset=Dataset.from_list(answers), optimizers=(optimizer, schedule)
+    )
     trainer.train(resume_from_checkpoint=any(checkpoints.glob("checkpoint-*")))
     drafter.bfloat16().save_pretrained(out / "drafter")
     history = [{key: round(float(value), 5) for key, value in row.items()} for row in trainer.state.log_history]

@@ -10,11 +10,14 @@ import math
 import random
 import re
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from .optimizer import MuonAdamW
 
 
 VOCAB_SIZE = 2048
@@ -103,17 +106,9 @@ def split(rows: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
     return rows[:HELD_OUT], rows[HELD_OUT:]
 
 
-def optimizers(model: Qwen3ForCausalLM, steps: int) -> list[tuple]:
-    """Muon for the matrices (it needed about half of AdamW's tokens here), AdamW for the rest; cosine after warm-up."""
-    hidden = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
-    rest = [p for n, p in model.named_parameters() if p.dim() < 2 or "embed" in n]
-
-    def factor(step: int) -> float:
-        return min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
-
-    muon = torch.optim.Muon(hidden, lr=0.02, weight_decay=0.01, momentum=0.95)
-    adamw = torch.optim.AdamW(rest, lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    return [(o, torch.optim.lr_scheduler.LambdaLR(o, factor)) for o in (muon, adamw)]
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Cosine after warm-up."""
+    return min(1.0, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 def language_loss(model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor:
@@ -132,8 +127,10 @@ def train_target(rows: list[dict], out: Path, steps: int, seed: int) -> None:
     tokenizer = train_tokenizer(train)
     model = Qwen3ForCausalLM(target_config(tokenizer))
     windows, watched = pack(train, tokenizer), pack(held_out, tokenizer)
-    pairs, checkpoint, log, first = optimizers(model, steps), out / "work" / "target-checkpoint.pt", [], 0
-    parts = [model, *(part for pair in pairs for part in pair)]
+    checkpoint, log, first = out / "work" / "target-checkpoint.pt", [], 0
+    optimizer = MuonAdamW(model.named_parameters(), muon_lr=0.02, adamw_lr=2e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(learning_rate_factor, steps=steps))
+    parts = [model, optimizer, scheduler]
     if checkpoint.exists():
         state = torch.load(checkpoint)
         first, log = state["step"], state["log"]
@@ -145,10 +142,9 @@ def train_target(rows: list[dict], out: Path, steps: int, seed: int) -> None:
         loss = language_loss(model, windows[picks])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, scheduler in pairs:
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
         losses.append(loss.item())
         if (step + 1) % 200 == 0 or step + 1 == steps:
             with torch.no_grad():

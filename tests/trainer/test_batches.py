@@ -1,5 +1,6 @@
 """How rows are batched changes nothing: padding, packing, gradient accumulation, several processes."""
 
+import faulthandler
 import os
 import socket
 import subprocess
@@ -131,6 +132,7 @@ def test_denominator_is_the_weight_of_the_whole_accumulated_batch():
 
 def run_process(rank: int, port: int, folder):
     """One of two processes: half of the rows of every step, then half of an evaluation."""
+    faulthandler.dump_traceback_later(100, exit=True)  # a process that waits for ever says where
     torch.set_num_threads(1)
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in world.items()}
@@ -140,7 +142,8 @@ def run_process(rank: int, port: int, folder):
     metrics = trainer.evaluate()
     if rank == 0:
         torch.save((trainer.model.state_dict(), trainer.state.log_history, metrics), folder / "result.pt")
-    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # taking down the group and the interpreter is not what is tested, and has hung on a busy machine
 
 
 def processes_trainer(batch_size: int):
