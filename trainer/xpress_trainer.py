@@ -4,47 +4,22 @@ The frozen target runs inside the trainer, without gradient and never in a check
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
+from transformers.utils import logging
 
 from ..generation.pairing_xpress import check_pair
 from ..modeling_xpress import XPressModel, base_logits, context_features, states_to_keep
+from .arguments import XPressTrainingArguments
 from .blocks import Blocks, block_attention_mask, cut_blocks, document_positions, sample_anchors
+from .checkpoints import CloseLogAtSave, check_resumable, last_whole_checkpoint
 from .data import XPressCollator, check_rows
 from .objective import ObjectiveTerms, position_weights, simulated_tau, xpress_objective
 
 
-@dataclass
-class XPressTrainingArguments(TrainingArguments):
-    """
-    As `TrainingArguments`, except for the objective's own fields; the defaults are those of the released 8B run.
-
-    Args:
-        num_anchors (`int`): Blocks per sequence, at most.
-        lambda_consistency (`float`): Weight of the self-conditioned rounds.
-        lambda_anchor_start, lambda_anchor_end (`float`): Weight of the base term, moved linearly over training.
-        num_rounds (`int`): Self-conditioned rounds.
-        gamma (`float`): Decay of the position weights, in slots.
-        ce_weight (`float`): Share of the cross-entropy; the rest is the L1 distance to the target's distribution.
-    """
-
-    num_train_epochs: float = field(default=10.0)
-    learning_rate: float = field(default=6e-4)
-    lr_scheduler_type: str = field(default="cosine")
-    warmup_steps: float = field(default=0.04)
-    max_grad_norm: float = field(default=1.0)
-    num_anchors: int = field(default=400)
-    lambda_consistency: float = field(default=0.3)
-    lambda_anchor_start: float = field(default=0.6)
-    lambda_anchor_end: float = field(default=0.2)
-    num_rounds: int = field(default=3)
-    gamma: float = field(default=4.0)
-    ce_weight: float = field(default=0.1)
-    remove_unused_columns: bool = field(default=False)
-    ddp_find_unused_parameters: bool | None = field(default=False)  # the refiner runs outside the backbone's forward
+logger = logging.get_logger(__name__)
 
 
 class XPressTrainer(Trainer):
@@ -58,7 +33,7 @@ class XPressTrainer(Trainer):
     """
 
     def __init__(self, drafter: XPressModel, target: PreTrainedModel, args: XPressTrainingArguments, **kwargs):
-        _check_drafter(drafter, args)
+        _check_drafter(drafter)
         check_pair(drafter, target)
         for name in ("train_dataset", "eval_dataset"):
             datasets = kwargs.get(name)
@@ -72,6 +47,21 @@ class XPressTrainer(Trainer):
         self.model_accepts_loss_kwargs = True  # `num_items_in_batch` is our denominator, over the global batch
         self.loss_is_scaled_for_ga = True
         self._sums = defaultdict(float)
+        self.add_callback(CloseLogAtSave())
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
+        """
+        As `Trainer.train`, except that `resume_from_checkpoint=True` means the last checkpoint that was written to its
+        end, or the start where there is none: a killed run goes on by the call that began it.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                logger.warning(f"{self.args.output_dir} holds no whole checkpoint: training begins at step 0.")
+        if resume_from_checkpoint:
+            check_resumable(resume_from_checkpoint)
+        self._sums = defaultdict(float)
+        return super().train(resume_from_checkpoint or None, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         # As `Trainer`, except that anchors are drawn here, seeded by step and process, so that a resumed run draws the
@@ -233,12 +223,10 @@ def teacher_of_blocks(teacher_NSV: torch.Tensor, blocks: Blocks) -> torch.Tensor
     return teacher_NSV[rows[:, None], indices]
 
 
-def _check_drafter(drafter: XPressModel, args: XPressTrainingArguments):
+def _check_drafter(drafter: XPressModel):
     dtypes = {p.dtype for p in drafter.parameters()}
     if dtypes != {torch.float32}:
         raise ValueError(
             f"the drafter's parameters are {sorted(map(str, dtypes))}, expected torch.float32: at these learning rates "
             "bf16 weights stop moving. Load it with `dtype=torch.float32`, and set `bf16=True` for the arithmetic."
         )
-    if args.num_anchors < 1:
-        raise ValueError(f"`num_anchors` is {args.num_anchors}, expected at least 1 block per sequence.")

@@ -3,14 +3,13 @@
 import faulthandler
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from rig import MASK_TOKEN, make_drafter, target
-from training import EVERY, Gradients, assert_close, batch_of, gradients, make_rows, make_trainer
+from training import EVERY, Gradients, assert_close, batch_of, fresh_process, gradients, make_rows, make_trainer
 from xpress_drafter.modeling_xpress import base_logits
 from xpress_drafter.trainer import XPressCollator, cut_blocks, position_weights, sample_anchors, xpress_objective
 from xpress_drafter.trainer.xpress_trainer import draft_blocks, teacher_of_blocks
@@ -130,18 +129,18 @@ def test_denominator_is_the_weight_of_the_whole_accumulated_batch():
         assert sum(losses).item() * expected.item() == pytest.approx(numerator, rel=1e-6)
 
 
-def run_process(rank: int, port: int, folder):
+def run_process(rank: str, port: str, folder: str):
     """One of two processes: half of the rows of every step, then half of an evaluation."""
     faulthandler.dump_traceback_later(100, exit=True)  # a process that waits for ever says where
     torch.set_num_threads(1)
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {key: str(value) for key, value in world.items()}
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= world
     trainer = processes_trainer(2)
-    assert trainer.args.world_size == 2 and trainer.args.process_index == rank
+    assert trainer.args.world_size == 2 and trainer.args.process_index == int(rank)
     trainer.train()
     metrics = trainer.evaluate()
-    if rank == 0:
-        torch.save((trainer.model.state_dict(), trainer.state.log_history, metrics), folder / "result.pt")
+    if rank == "0":
+        torch.save((trainer.model.state_dict(), trainer.state.log_history, metrics), Path(folder, "result.pt"))
     sys.stdout.flush()
     os._exit(0)  # taking down the group and the interpreter is not what is tested, and has hung on a busy machine
 
@@ -163,15 +162,7 @@ def test_two_processes(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # Fresh interpreters: a fork of this one would wait for threads that it does not have.
-    here = str(Path(__file__).parent)
-    start = "import sys; sys.path[:0] = sys.argv[4:]; from pathlib import Path; import test_batches as t; "
-    start += "t.run_process(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))"
-    command = [sys.executable, "-c", start]
-    both = [
-        subprocess.Popen([*command, str(rank), str(port), str(tmp_path), here, str(Path(here).parent)])
-        for rank in (0, 1)
-    ]
+    both = [fresh_process("test_batches", "run_process", rank, port, tmp_path) for rank in (0, 1)]
     assert [process.wait(timeout=120) for process in both] == [0, 0]
     weights, log, metrics = torch.load(tmp_path / "result.pt", weights_only=False)
     alone = processes_trainer(4)

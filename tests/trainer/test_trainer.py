@@ -1,4 +1,4 @@
-"""`XPressTrainer`: what a run moves and what it must not, its schedule, evaluation, checkpoints and resumption."""
+"""`XPressTrainer`: what a run moves and what it must not, its schedule, evaluation, checkpoints."""
 
 import json
 from pathlib import Path
@@ -8,22 +8,10 @@ import torch
 import transformers
 from rig import MASK_TOKEN, TAPS, make_drafter, make_target, plain, prompt, target
 from safetensors.torch import load_file
-from training import EVERY, Gradients, assert_close, batch_of, make_rows, make_trainer
-from transformers import AutoModel, TrainerCallback
+from training import EVERY, Gradients, assert_close, batch_of, hashes, losses, make_rows, make_trainer, moved
+from transformers import AutoModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from xpress_drafter import XPressDrafterModel
-
-
-def hashes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def moved(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
-    return {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
-
-
-def losses(trainer) -> list[dict]:
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 PINNED = [12.310522, 10.660468, 10.362408]
@@ -199,41 +187,6 @@ def test_checkpoint_loads_for_generation(checkpoint, code, tmp_path, monkeypatch
 
 def auto_map(folder: str) -> str:
     return json.loads(Path(folder, "config.json").read_text())["auto_map"]["AutoModel"]
-
-
-class Stop(TrainerCallback):
-    """Ends the run after that many steps, as a kill would, with a checkpoint behind."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_resumed_run_is_the_straight_one(tmp_path, accumulation):
-    """Ten steps, against five, a stop and five in another trainer, over epochs: weights, rates and logs are identical."""
-    common = {
-        "rows": make_rows(14),
-        "max_steps": 10,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": accumulation,
-        "warmup_steps": 3,
-        "num_anchors": 3,
-    }
-    straight = make_trainer(**common)
-    straight.train()
-    saving = {"folder": tmp_path, "save_strategy": "steps", "save_steps": 5}
-    make_trainer(callbacks=[Stop(5)], **common, **saving).train()
-    resumed = make_trainer(make_drafter(target(), seed=9), **common, **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    assert resumed.state.global_step == 10
-    assert losses(resumed) == losses(straight)
-    assert moved(resumed.model, hashes(straight.model)) == set()
-    assert {p.dtype for p in resumed.model.parameters()} == {torch.float32}
-    assert all(p.requires_grad for p in resumed.model.parameters())
-    assert not any(p.requires_grad for p in resumed.target.parameters())
 
 
 def test_the_same_anchors_are_not_drawn_twice():

@@ -1,7 +1,10 @@
 """Rows, trainers and slow references for the tests of training."""
 
 import random
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 
 import torch
 from rig import MASK_TOKEN, make_drafter, target
@@ -22,6 +25,25 @@ def make_rows(n: int, seed: int = 0) -> list[dict]:
     return rows
 
 
+def fresh_process(module: str, function: str, *args) -> subprocess.Popen:
+    """`function(*args)` of a test module here, in an interpreter of its own: a fork would wait for threads it lacks."""
+    here = str(Path(__file__).parent)
+    start = f"import sys; sys.path[:0] = sys.argv[1:3]; import {module}; {module}.{function}(*sys.argv[3:])"
+    return subprocess.Popen([sys.executable, "-c", start, here, str(Path(here).parent), *map(str, args)])
+
+
+def hashes(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def moved(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
+    return {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+
+
+def losses(trainer) -> list[dict]:
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
 def make_args(folder=None, **kwargs) -> XPressTrainingArguments:
     defaults = {
         "max_steps": 1,
@@ -35,11 +57,14 @@ def make_args(folder=None, **kwargs) -> XPressTrainingArguments:
     return XPressTrainingArguments(folder, report_to=[], use_cpu=True, disable_tqdm=True, **{**defaults, **kwargs})
 
 
+PARTS = ("eval_dataset", "callbacks", "data_collator", "optimizers")
+
+
 def make_trainer(drafter=None, model=None, rows=None, folder=None, **kwargs) -> XPressTrainer:
     """A trainer of a random drafter; what is no argument of `XPressTrainer` is one of its `args`."""
     model = target() if model is None else model
     drafter = make_drafter(model) if drafter is None else drafter
-    parts = {key: kwargs.pop(key) for key in ("eval_dataset", "callbacks", "data_collator") if key in kwargs}
+    parts = {key: kwargs.pop(key) for key in PARTS if key in kwargs}
     args = make_args(folder, **kwargs)
     return XPressTrainer(drafter, model, args, train_dataset=make_rows(8) if rows is None else rows, **parts)
 
