@@ -42,6 +42,24 @@ def sample_anchors(
     return positions.masked_fill(~valid, 0), valid
 
 
+def spread_anchors(loss_mask_NS: torch.Tensor, num_anchors: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    As `sample_anchors`, except that they are spread evenly over each row's candidates: the same every time, and
+    whatever other rows share the batch.
+    """
+    S = loss_mask_NS.shape[1]
+    candidates = loss_mask_NS[:, :-1] & loss_mask_NS[:, 1:]
+    total_N1 = candidates.sum(dim=1, keepdim=True)
+    wanted_N1 = total_N1.clamp_max(num_anchors)
+    # Of a row's m candidates the i-th is chosen where i * wanted / m reaches a whole number: `wanted` times.
+    reached = candidates.cumsum(dim=1) * wanted_N1 // total_N1.clamp_min(1)
+    chosen = candidates & (reached > torch.nn.functional.pad(reached, (1, 0))[:, :-1])
+    A = max(int(wanted_N1.max()), 1)
+    positions = torch.arange(S - 1, device=chosen.device).where(chosen, S).sort(dim=1).values[:, :A]
+    valid = positions < S
+    return positions.masked_fill(~valid, 0), valid
+
+
 def cut_blocks(
     input_ids_NS: torch.Tensor,
     loss_mask_NS: torch.Tensor,

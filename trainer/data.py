@@ -5,25 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset
-from transformers import PreTrainedTokenizerBase
-
-
-def tokenize_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict]) -> dict:
-    """
-    One conversation as a row: its ids, and a mask of the assistant's tokens.
-
-    Needs a chat template with `{% generation %}` markers; raises a `ValueError` if nothing would be supervised.
-    """
-    row = tokenizer.apply_chat_template(
-        messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=False
-    )
-    if not any(row["assistant_masks"]):
-        raise ValueError(
-            "no token of this conversation would be supervised: expected a chat template that marks the assistant's "
-            "part with {% generation %}, or rows with your own `loss_mask`. First message: "
-            f"{str(messages[0])[:80]!r}"
-        )
-    return {"input_ids": row["input_ids"], "loss_mask": row["assistant_masks"]}
 
 
 def check_row(row: dict, name: str = "row") -> None:

@@ -44,56 +44,12 @@ def slot_loss(
     `ce_weight * CE(label) + (1 - ce_weight) * sum_v |p - q|` of every slot `[M, P]`, in fp32.
 
     The second part is twice the total variation between the teacher's distribution p and the drafter's q: the
-    probability with which speculative sampling rejects (Leviathan et al. 2023) is its half. Reference form:
-    `slot_loss_reference`; this one takes the gradient in closed form along with the value, in one pass over chunks
-    that stay in the processor's cache, as the elementwise work would otherwise cost several times the products.
+    probability with which speculative sampling rejects (Leviathan et al. 2023) is its half.
     """
-    V = logits_MPV.shape[-1]
-    return _SlotLoss.apply(
-        logits_MPV.reshape(-1, V), labels_MP.reshape(-1), teacher_MPV.reshape(-1, V), ce_weight
-    ).view(labels_MP.shape)
-
-
-def slot_loss_reference(logits_MPV, labels_MP, teacher_MPV, ce_weight: float) -> torch.Tensor:
-    """`slot_loss`, written as its formula and differentiated by autograd."""
     log_q = F.log_softmax(logits_MPV.float(), dim=-1)
     ce = -log_q.gather(-1, labels_MP[..., None]).squeeze(-1)
     l1 = (teacher_MPV - log_q.exp()).abs().sum(dim=-1)
     return ce_weight * ce + (1.0 - ce_weight) * l1
-
-
-class _SlotLoss(torch.autograd.Function):
-    """Rows R = M * P. d CE / d logits = q - onehot; d L1 / d logits = q * (s - sum_v q s) with s = sign(q - p)."""
-
-    CHUNK = 2**18  # elements of [rows, V] at a time
-
-    @staticmethod
-    def forward(ctx, logits_RV, labels_R, teacher_RV, ce_weight):
-        R, V = logits_RV.shape
-        loss_R = torch.empty(R, dtype=torch.float32, device=logits_RV.device)
-        grad_RV = torch.empty_like(logits_RV)
-        step = max(_SlotLoss.CHUNK // V, 1)
-        for rows in (slice(i, i + step) for i in range(0, R, step)):
-            label = labels_R[rows, None]
-            log_q = F.log_softmax(logits_RV[rows].float(), dim=-1)
-            ce = -log_q.gather(1, label)
-            q = log_q.exp_()
-            difference = q - teacher_RV[rows]
-            sign = difference.sign()
-            l1 = difference.abs_().sum(dim=-1)
-            pull = (q * sign).sum(dim=-1, keepdim=True)
-            # ce_weight * (q - onehot) + (1 - ce_weight) * q * (sign - pull), gathered by powers of q
-            grad = sign.sub_(pull).mul_(1.0 - ce_weight).add_(ce_weight).mul_(q)
-            grad.scatter_add_(1, label, torch.full_like(ce, -ce_weight))
-            grad_RV[rows] = grad
-            loss_R[rows] = ce.squeeze(1).mul_(ce_weight).add_(l1, alpha=1.0 - ce_weight)
-        ctx.save_for_backward(grad_RV)
-        return loss_R
-
-    @staticmethod
-    def backward(ctx, grad_R):
-        (grad_RV,) = ctx.saved_tensors
-        return grad_RV * grad_R[:, None].to(grad_RV.dtype), None, None, None
 
 
 def xpress_objective(
@@ -109,7 +65,8 @@ def xpress_objective(
     ce_weight: float = 0.1,
 ) -> ObjectiveTerms:
     """
-    All terms of the objective.
+    All terms of the objective, as the formulas say; autograd keeps all logits. Training runs `bounded_objective`, the same
+    numbers in bounded memory, which is tested against this.
 
     Args:
         refiner: `XPressHead`, `MarkovHead`, or `None` (plain DFlash: only the base term, as `teacher_forced`).

@@ -14,9 +14,10 @@ from ..generation.pairing_xpress import check_pair
 from ..modeling_xpress import XPressModel, base_logits, context_features, states_to_keep
 from .arguments import XPressTrainingArguments
 from .blocks import Blocks, block_attention_mask, cut_blocks, document_positions, sample_anchors
+from .bounded import ObjectiveInputs, bounded_objective
 from .checkpoints import CloseLogAtSave, check_resumable, last_whole_checkpoint
 from .data import XPressCollator, check_rows
-from .objective import ObjectiveTerms, position_weights, simulated_tau, xpress_objective
+from .objective import ObjectiveTerms, position_weights, simulated_tau
 
 
 logger = logging.get_logger(__name__)
@@ -99,9 +100,8 @@ class XPressTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         with self.accelerator.autocast():
-            terms = self.objective(model, inputs)
-        weight = terms.weight if num_items_in_batch is None else num_items_in_batch
-        loss = terms.loss(self.args.lambda_consistency, self.lambda_anchor()) / weight
+            loss, terms = self.objective(model, inputs)
+        loss = loss / (terms.weight if num_items_in_batch is None else num_items_in_batch)
         if self.args.world_size > 1:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
         return (loss, {"loss": loss}) if return_outputs else loss
@@ -112,35 +112,40 @@ class XPressTrainer(Trainer):
         start, end = self.args.lambda_anchor_start, self.args.lambda_anchor_end
         return start + (end - start) * min(progress, 1.0)
 
-    def objective(self, model, inputs: dict) -> ObjectiveTerms:
-        """The objective's terms of one batch, which has its anchors; also added to the sums that `log` averages."""
+    def objective(self, model, inputs: dict) -> tuple[torch.Tensor, ObjectiveTerms]:
+        """
+        The objective of one batch, which has its anchors: the loss summed over slots, and its terms, which are also
+        added to the sums that `log` averages.
+        """
         drafter = self.accelerator.unwrap_model(model)
         blocks = self.cut_blocks(inputs)
-        features, teacher_NSV = self.read_target(inputs)
+        features, states_NSH = self.read_target(inputs)
         h_NABH = draft_blocks(model, self.target, features, blocks, inputs["attention_mask"])
         valid = blocks.valid
-        h_MBH, tokens_MB, counted_MB = h_NABH[valid], blocks.tokens[valid], blocks.counted[valid]
-        terms = xpress_objective(
-            drafter.refiner,
-            h_MBH,
-            base_logits(self.target, h_MBH[:, 1:].to(features.dtype)),
-            tokens_MB,
-            blocks.predecessors[valid],
-            teacher_of_blocks(teacher_NSV, blocks),
-            self.slot_weights(counted_MB),
+        tokens_MB, counted_MB = blocks.tokens[valid], blocks.counted[valid]
+        objective_inputs = ObjectiveInputs(
+            head=lambda h: base_logits(self.target, h.to(features.dtype)),
+            tokens_MB=tokens_MB,
+            predecessors_M=blocks.predecessors[valid],
+            teacher_states_SH=states_NSH.flatten(0, 1),
+            teacher_index_MP=teacher_positions(blocks, states_NSH.shape[1]),
+            weights_MP=self.slot_weights(counted_MB),
             num_rounds=self.args.num_rounds,
             ce_weight=self.args.ce_weight,
+            lambda_c=self.args.lambda_consistency,
+            lambda_b=self.lambda_anchor(),
         )
+        loss, terms = bounded_objective(drafter.refiner, h_NABH[valid], objective_inputs)
         for name in ("teacher_forced", "consistency", "anchor", "weight"):
-            self._sums[name] += getattr(terms, name).detach()
+            self._sums[name] += getattr(terms, name)
         for j, guess in enumerate(terms.guesses):
             self._sums[f"tau_pass_{j}"] += simulated_tau(guess, tokens_MB[:, 1:], counted_MB[:, 1:])
         self._sums["blocks"] += valid.sum()
-        return terms
+        return loss, terms
 
     @torch.no_grad()
     def read_target(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's features `[N, S, H * taps]` and its distributions `[N, S, V]` for the next tokens, fp32."""
+        """The target's features `[N, S, H * taps]` and its last states `[N, S, H]`, which its head reads."""
         layer_ids = self.accelerator.unwrap_model(self.model).config.target_layer_ids
         outputs = self.target.get_decoder()(
             input_ids=inputs["input_ids"],
@@ -148,8 +153,7 @@ class XPressTrainer(Trainer):
             output_hidden_states=states_to_keep(layer_ids),
             use_cache=False,
         )
-        logits = base_logits(self.target, outputs.last_hidden_state)
-        return context_features(outputs.hidden_states, layer_ids), logits.float().softmax(dim=-1)
+        return context_features(outputs.hidden_states, layer_ids), outputs.last_hidden_state
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         # As `Trainer`, except that the objective is summed for `evaluation_loop`, on anchors that are always the same.
@@ -215,12 +219,12 @@ def draft_blocks(
     return h.view(N, A, B, -1)
 
 
-def teacher_of_blocks(teacher_NSV: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """The distribution that predicts each draft slot, from position a + k - 1: `[M, P, V]` of the valid blocks."""
+def teacher_positions(blocks: Blocks, length: int) -> torch.Tensor:
+    """Where each draft slot is predicted from, position a + k - 1: flat indices of `[N * S]`, `[M, P]` for valid blocks."""
     rows, _ = blocks.valid.nonzero(as_tuple=True)
     slots = torch.arange(blocks.tokens.shape[2] - 1, device=rows.device)
-    indices = (blocks.anchors[blocks.valid][:, None] + slots).clamp_max(teacher_NSV.shape[1] - 1)
-    return teacher_NSV[rows[:, None], indices]
+    positions = (blocks.anchors[blocks.valid][:, None] + slots).clamp_max(length - 1)
+    return rows[:, None] * length + positions
 
 
 def _check_drafter(drafter: XPressModel):

@@ -3,6 +3,8 @@
 How the two sides' names and definitions map is said where it matters; `vectors/make_*.py` say what the tensors are.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from checkpoints import borrowed, part, vector, write_zlab
@@ -14,8 +16,9 @@ from xpress_drafter.generation.candidate_generator_xpress import DraftContext, X
 from xpress_drafter.hub_cards.converters import convert_speculators
 from xpress_drafter.modeling_xpress import base_logits, default_target_layer_ids, previous_tokens
 from xpress_drafter.trainer.blocks import cut_blocks
-from xpress_drafter.trainer.objective import position_weights, slot_loss, xpress_objective
-from xpress_drafter.trainer.xpress_trainer import draft_blocks, teacher_of_blocks
+from xpress_drafter.trainer.bounded import ObjectiveInputs, bounded_objective
+from xpress_drafter.trainer.objective import position_weights, slot_loss
+from xpress_drafter.trainer.xpress_trainer import draft_blocks, teacher_positions
 
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
@@ -60,12 +63,12 @@ class Case:
         tensor = self.seen[name]
         return tensor[self.valid] if tensor.shape[0] == self.valid.shape[0] else tensor[:, self.valid]
 
-    def teacher(self, target) -> torch.Tensor:
-        """The teacher's distributions for the draft slots: the target's norm and head on its last states."""
+    def teacher_states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The target's normed last states `[S, H]`, and which of them predicts each draft slot."""
         last = self.input["verifier_last_hidden_states"]
         norm = vector("speculators_xpress")[0]["target.norm.weight"]
-        logits = base_logits(target, F.rms_norm(last, norm.shape, norm, 1e-6))
-        return teacher_of_blocks(logits.softmax(dim=-1), self.blocks)
+        states = F.rms_norm(last, norm.shape, norm, 1e-6)
+        return states.flatten(0, 1), teacher_positions(self.blocks, states.shape[1])
 
 
 @pytest.fixture(params=CASES)
@@ -133,7 +136,8 @@ def test_rounds_change_tokens():
 
 def test_teacher_is_the_distribution_one_position_earlier(case, target):
     theirs = case.expected("teacher_logits")[:, 1:].softmax(dim=-1)
-    close(case.teacher(target), theirs)
+    states, index = case.teacher_states()
+    close(base_logits(target, states[index]).softmax(dim=-1), theirs)
 
 
 def test_losses_of_every_slot(case):
@@ -164,16 +168,20 @@ def objective(case: Case, drafter, target):
     """Our objective over the slots that *they* count, divided as they divide: by the number of those slots."""
     counted = case.expected("block_mask")[:, 1:]
     weights = counted * position_weights(6, gamma=4.0)
-    terms = xpress_objective(
-        drafter.refiner,
-        case.h_MBH,
-        case.base_MBV[:, 1:],
-        case.blocks.tokens[case.blocks.valid],
-        case.predecessors_M,
-        case.teacher(target),
-        weights,
+    states, index = case.teacher_states()
+    inputs = ObjectiveInputs(
+        head=partial(base_logits, target),
+        tokens_MB=case.blocks.tokens[case.blocks.valid],
+        predecessors_M=case.predecessors_M,
+        teacher_states_SH=states,
+        teacher_index_MP=index,
+        weights_MP=weights,
+        num_rounds=3,
+        ce_weight=0.1,
+        lambda_c=0.3,
+        lambda_b=0.6,
     )
-    return terms, counted.sum()
+    return *bounded_objective(drafter.refiner, case.h_MBH, inputs), counted.sum()
 
 
 @torch.no_grad()
@@ -184,12 +192,12 @@ def test_training_loss_and_its_terms(name, drafter, target):
     0.3 of their mean, 0.6 of the base. Ours divides by the sum of the weights instead, once per global batch.
     """
     losses = vector("speculators_xpress")[1]["losses"][name]["data_ce_l1"]
-    terms, count = objective(Case(name, drafter, target), drafter, target)
+    loss, terms, count = objective(Case(name, drafter, target), drafter, target)
     ours = {
         "tf_loss_sum": terms.teacher_forced,
         "consistency_loss_sum": terms.consistency,
         "base_anchor_loss_sum": terms.anchor,
-        "loss_sum": terms.loss(lambda_c=0.3, lambda_b=0.6),
+        "loss_sum": loss,
     }
     for key, value in ours.items():
         assert float(value / count) == pytest.approx(losses[key], rel=1e-5), key
@@ -199,8 +207,8 @@ def test_gradients_of_every_parameter(drafter, target):
     """Through backbone, refiner and all rounds: the tensors of `grad.*`, and every parameter's norm."""
     tensors, about = vector("speculators_xpress")
     drafter.zero_grad()
-    terms, count = objective(Case("plain", drafter, target), drafter, target)
-    (terms.loss(lambda_c=0.3, lambda_b=0.6) / count).backward()
+    loss, _, count = objective(Case("plain", drafter, target), drafter, target)
+    (loss / count).backward()
     grads = {name: parameter.grad for name, parameter in drafter.named_parameters()}
     drafter.zero_grad()
     shown = convert_speculators(about["config"], part(tensors, "grad."))[1]
@@ -222,7 +230,11 @@ def test_markov_logits(target):
     case = Case("plain", drafter, target)
     logits = case.base_MBV + drafter.refiner(case.h_MBH, case.expected("refined_prev"))
     close(logits[:, 1:], tensors["dspark.fill.logits"][:, 1:])
-    close(case.teacher(target), tensors["dspark.fill.teacher_logits"][:, 1:].softmax(dim=-1))
+    states, index = case.teacher_states()
+    close(
+        base_logits(target, states[index]).softmax(dim=-1),
+        tensors["dspark.fill.teacher_logits"][:, 1:].softmax(dim=-1),
+    )
 
 
 @torch.no_grad()

@@ -12,8 +12,7 @@ from checkpoints import agreeing_pair
 from rig import BLOCK, CONFIGS, drafted, make_drafter, make_target, plain, prompt, target
 from training import EVERY, batch_of, make_trainer
 from xpress_drafter.generation import candidate_generator_xpress
-from xpress_drafter.trainer import objective as objective_room
-from xpress_drafter.trainer import simulated_tau, xpress_trainer
+from xpress_drafter.trainer import bounded, simulated_tau, xpress_trainer
 
 
 P = BLOCK - 1
@@ -57,20 +56,21 @@ class Trained:
         trainer = make_trainer(drafter, model, num_rounds=num_rounds)
         loss_mask = [0] * prompt_length + [1] * (text.shape[1] - prompt_length)
         self.batch = batch_of(trainer, [{"input_ids": text[0], "loss_mask": loss_mask}], [anchors])
-        slot_loss, run, seen = objective_room.slot_loss, xpress_trainer.xpress_objective, []
+        differentiate, run, seen = bounded._Chunk.choose_and_differentiate_, xpress_trainer.bounded_objective, []
 
-        def keep_logits(logits, *args):
-            seen.append(logits)
-            return slot_loss(logits, *args)
+        def keep_logits(chunk, logits, coefficient):
+            seen.append(logits.clone().unflatten(0, (-1, P)))
+            self.teacher = chunk.teacher_UV[chunk.teacher_row_Q].unflatten(0, (-1, P))
+            return differentiate(chunk, logits, coefficient)
 
-        def keep_inputs(refiner, h, base, tokens, predecessors, teacher, weights, **kwargs):
-            self.h, self.teacher = h, teacher
-            return run(refiner, h, base, tokens, predecessors, teacher, weights, **kwargs)
+        def keep_states(refiner, h, inputs):
+            self.h = h
+            return run(refiner, h, inputs)
 
         with monkeypatch.context() as patch, torch.no_grad():
-            patch.setattr(objective_room, "slot_loss", keep_logits)
-            patch.setattr(xpress_trainer, "xpress_objective", keep_inputs)
-            self.terms = trainer.objective(drafter, self.batch)
+            patch.setattr(bounded._Chunk, "choose_and_differentiate_", keep_logits)
+            patch.setattr(xpress_trainer, "bounded_objective", keep_states)
+            _, self.terms = trainer.objective(drafter, self.batch)
         self.base, self.teacher_forced, *self.rounds = seen
         blocks = trainer.cut_blocks(self.batch)
         self.labels, self.counted = blocks.tokens[0, :, 1:], blocks.counted[0, :, 1:]

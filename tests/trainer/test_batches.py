@@ -4,6 +4,7 @@ import faulthandler
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from rig import MASK_TOKEN, make_drafter, target
 from training import EVERY, Gradients, assert_close, batch_of, fresh_process, gradients, make_rows, make_trainer
 from xpress_drafter.modeling_xpress import base_logits
-from xpress_drafter.trainer import XPressCollator, cut_blocks, position_weights, sample_anchors, xpress_objective
-from xpress_drafter.trainer.xpress_trainer import draft_blocks, teacher_of_blocks
+from xpress_drafter.trainer import ObjectiveInputs, XPressCollator, cut_blocks, position_weights, sample_anchors
+from xpress_drafter.trainer.bounded import bounded_objective
+from xpress_drafter.trainer.xpress_trainer import draft_blocks, teacher_positions
 
 
 TERMS = ("teacher_forced", "consistency", "anchor", "weight")
@@ -24,8 +26,8 @@ def summed(trainer, batches: list[dict]) -> tuple[dict, dict]:
     trainer.model.zero_grad()
     sums = dict.fromkeys(TERMS, 0.0)
     for batch in batches:
-        terms = trainer.objective(trainer.model, batch)
-        terms.loss(lambda_c=0.3, lambda_b=0.6).backward()
+        loss, terms = trainer.objective(trainer.model, batch)
+        loss.backward()
         sums = {name: sums[name] + getattr(terms, name).item() for name in TERMS}
     return sums, gradients(trainer.model)
 
@@ -59,7 +61,7 @@ def test_packed_documents():
     separate, separate_gradients = summed(trainer, batches)
 
     reads = [trainer.read_target(batch) for batch in batches]
-    features, teacher = (torch.cat(parts, dim=1) for parts in zip(*reads))
+    features, states = (torch.cat(parts, dim=1) for parts in zip(*reads))
     ids, mask = (torch.cat([batch[key] for batch in batches], dim=1) for key in ("input_ids", "loss_mask"))
     lengths = [len(row["input_ids"]) for row in rows]
     documents = torch.tensor([[4] * lengths[0] + [2] * lengths[1]])
@@ -67,16 +69,20 @@ def test_packed_documents():
     blocks = cut_blocks(ids, mask, anchors, torch.ones_like(anchors).bool(), drafter.config.block_size, documents)
     h = draft_blocks(drafter, model, features, blocks, torch.ones_like(ids), documents)[0]
     drafter.zero_grad()
-    terms = xpress_objective(
-        drafter.refiner,
-        h,
-        base_logits(model, h[:, 1:]),
-        blocks.tokens[0],
-        blocks.predecessors[0],
-        teacher_of_blocks(teacher, blocks),
-        blocks.counted[0, :, 1:] * position_weights(drafter.config.block_size, 4.0),
+    inputs = ObjectiveInputs(
+        head=partial(base_logits, model),
+        tokens_MB=blocks.tokens[0],
+        predecessors_M=blocks.predecessors[0],
+        teacher_states_SH=states[0],
+        teacher_index_MP=teacher_positions(blocks, states.shape[1]),
+        weights_MP=blocks.counted[0, :, 1:] * position_weights(drafter.config.block_size, 4.0),
+        num_rounds=3,
+        ce_weight=0.1,
+        lambda_c=0.3,
+        lambda_b=0.6,
     )
-    terms.loss(lambda_c=0.3, lambda_b=0.6).backward()
+    loss, terms = bounded_objective(drafter.refiner, h, inputs)
+    loss.backward()
     assert {name: getattr(terms, name).item() for name in TERMS} == pytest.approx(separate, rel=1e-5)
     assert_close(gradients(drafter), separate_gradients, 1e-5)
     drawn, valid = sample_anchors(mask, EVERY)

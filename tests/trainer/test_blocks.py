@@ -8,7 +8,7 @@ from rig import BLOCK, HIDDEN, MASK_TOKEN, TAPS, VOCAB, make_drafter, target
 from training import EVERY, batch_of, make_trainer
 from xpress_drafter.trainer import block_attention_mask, cut_blocks, sample_anchors
 from xpress_drafter.trainer.blocks import document_positions
-from xpress_drafter.trainer.xpress_trainer import draft_blocks, teacher_of_blocks
+from xpress_drafter.trainer.xpress_trainer import draft_blocks, teacher_positions
 
 
 LENGTH = 12
@@ -47,8 +47,7 @@ def test_labels_and_teachers_of_a_two_turn_conversation():
     anchors, valid = sample_anchors(mask, EVERY)
     assert anchors.tolist() == [list(TWO_TURNS_TABLE)] and valid.all()
     blocks = pieces(TWO_TURNS, anchors[0].tolist())
-    # A teacher that says at every position which position it stands at.
-    teachers = teacher_of_blocks(torch.arange(LENGTH).view(1, LENGTH, 1).float(), blocks)
+    teachers = teacher_positions(blocks, LENGTH)
     found = {
         anchor: {k: (int(blocks.tokens[0, n, k]), int(teachers[n, k - 1])) for k in slots}
         for n, (anchor, slots) in enumerate(zip(anchors[0].tolist(), counted(blocks)))

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from rig import BLOCK, HIDDEN, VOCAB, make_drafter, target
-from training import assert_close, batch_of, make_rows, make_trainer
+from training import assert_close, batch_of, gradients, make_rows, make_trainer
 from xpress_drafter.generation import resolve_block
 from xpress_drafter.modeling_xpress import previous_tokens
-from xpress_drafter.trainer import position_weights, simulated_tau, slot_loss, xpress_objective
-from xpress_drafter.trainer.objective import _SlotLoss, slot_loss_reference
+from xpress_drafter.trainer import bounded, position_weights, simulated_tau, slot_loss, xpress_objective
+from xpress_drafter.trainer.bounded import ObjectiveInputs, bounded_objective, slot_loss_and_gradient_
 
 
 M, P = 5, BLOCK - 1
@@ -25,20 +25,34 @@ def random_slots(dtype=torch.float32):
 
 @pytest.mark.parametrize("ce_weight", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_closed_form_equals_the_formula(ce_weight, dtype, monkeypatch):
-    """Value and gradient, with other weights per slot, over several chunks of which the last is short."""
-    monkeypatch.setattr(_SlotLoss, "CHUNK", 7 * VOCAB)
+def test_closed_form_equals_the_formula(ce_weight, dtype):
+    """Value, and the gradient that takes the logits' place, with other weights per slot."""
     logits, labels, teacher = random_slots(dtype)
-    weights = torch.rand(M, P)
-    results = []
-    for function in (slot_loss, slot_loss_reference):
-        loss = function(logits, labels, teacher, ce_weight)
-        assert loss.dtype == torch.float32
-        results.append((loss, *torch.autograd.grad((loss * weights).sum(), logits)))
+    scale = torch.rand(M, P)
+    expected = slot_loss(logits, labels, teacher, ce_weight)
+    (gradient,) = torch.autograd.grad((expected * scale).sum(), logits)
+    rows = logits.detach().clone().flatten(0, 1)
+    found = slot_loss_and_gradient_(
+        rows, rows.argmax(dim=-1), labels.flatten(), teacher.flatten(0, 1), ce_weight, scale.flatten()
+    )
+    assert found.dtype == expected.dtype == torch.float32 and rows.dtype == dtype
+    torch.testing.assert_close(found, expected.flatten(), rtol=1e-5, atol=1e-5)
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(results[0][1], results[1][1], rtol=tolerance, atol=tolerance)
-    assert results[0][1].abs().sum() > 1 and results[0][1].dtype == dtype
+    torch.testing.assert_close(rows, gradient.flatten(0, 1), rtol=tolerance, atol=tolerance)
+    assert gradient.abs().sum() > 1
+
+
+@pytest.mark.parametrize("ce_weight", [0.0, 1.0])
+def test_closed_form_where_q_underflows(ce_weight):
+    """A label two hundred below the best logit: its probability is 0 in fp32, its loss and gradient are finite."""
+    logits, labels = torch.tensor([[200.0, 0.0, -5.0]], requires_grad=True), torch.tensor([2])
+    teacher = torch.tensor([[0.0, 0.25, 0.75]])
+    expected = slot_loss(logits[None], labels[None], teacher[None], ce_weight)
+    (gradient,) = torch.autograd.grad(expected.sum(), logits)
+    rows = logits.detach().clone()
+    found = slot_loss_and_gradient_(rows, torch.tensor([0]), labels, teacher, ce_weight, torch.ones(1))
+    assert found.item() == pytest.approx(expected.item()) and found.item() > 1
+    torch.testing.assert_close(rows, gradient)
 
 
 def test_numbers_worked_by_hand():
@@ -93,7 +107,7 @@ class Blocks:
         """The three terms from the whole refiner at every round and the formula of a slot's loss."""
 
         def loss(logits):
-            return (slot_loss_reference(logits, self.tokens[:, 1:], self.teacher, 0.1) * self.weights).sum()
+            return (slot_loss(logits, self.tokens[:, 1:], self.teacher, 0.1) * self.weights).sum()
 
         def refined(tokens_MP):
             prev = previous_tokens(self.predecessors, self.tokens[:, 0], tokens_MP)
@@ -135,6 +149,55 @@ def test_terms_and_their_gradients(config, num_rounds):
     torch.testing.assert_close(
         total, expected["teacher_forced"] + 0.3 * expected["consistency"] + 0.6 * expected["anchor"]
     )
+
+
+CHUNKS = {"one chunk": 2**23, "chunks of 2 blocks": 2 * P * VOCAB, "a block at a time": 1}
+
+
+@pytest.mark.parametrize("kind", ["xpress", "markov", "none"])
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("num_rounds", [1, 3])
+def test_bounded_form_equals_the_formula(kind, chunk, num_rounds, monkeypatch):
+    """Loss, terms, guesses, and gradients of states and weights, however the blocks are cut into chunks."""
+    monkeypatch.setattr(bounded, "CHUNK", CHUNKS[chunk])
+    monkeypatch.setattr(bounded, "SLICE", 3 * VOCAB)
+    config = {"xpress": {}, "markov": {"markov_rank": 16}, "none": {}}[kind]
+    blocks = Blocks(**(config if kind == "xpress" else {"xpress_rank": None, **config}))
+    states, index = torch.randn(11, HIDDEN), torch.randint(11, (M, P))
+    blocks.teacher = blocks.head(states)[index].softmax(dim=-1)
+    parameters = [] if kind == "none" else list(blocks.refiner.parameters())
+    expected = blocks.objective(blocks.base(), blocks.refiner, num_rounds=num_rounds)
+    expected_loss = expected.loss(lambda_c=0.3, lambda_b=0.6)
+    inputs = ObjectiveInputs(
+        blocks.head, blocks.tokens, blocks.predecessors, states, index, blocks.weights, num_rounds, 0.1, 0.3, 0.6
+    )
+    loss, terms = bounded_objective(blocks.refiner, blocks.h, inputs)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
+    for name in (*TERMS, "weight"):
+        assert getattr(terms, name).item() == pytest.approx(getattr(expected, name).item(), rel=1e-6)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(terms.guesses, expected.guesses, strict=True))
+    ours = torch.autograd.grad(3 * loss, [blocks.h, *parameters])
+    theirs = torch.autograd.grad(3 * expected_loss, [blocks.h, *parameters])
+    assert_close(dict(enumerate(ours)), dict(enumerate(theirs)))
+
+
+def test_bounded_form_of_what_is_frozen_and_of_nothing():
+    """No gradient where none is wanted, and no block at all: a loss of 0."""
+    blocks = Blocks()
+    states, index = torch.randn(11, HIDDEN), torch.randint(11, (M, P))
+    inputs = ObjectiveInputs(
+        blocks.head, blocks.tokens, blocks.predecessors, states, index, blocks.weights, 3, 0.1, 0.3, 0.6
+    )
+    blocks.refiner.w1.requires_grad_(False)
+    loss, _ = bounded_objective(blocks.refiner, blocks.h.detach(), inputs)
+    loss.backward()
+    assert blocks.refiner.w1.weight.grad is None and blocks.refiner.w2.weight.grad.norm() > 0
+    with torch.no_grad():
+        evaluated, _ = bounded_objective(blocks.refiner, blocks.h, inputs)
+    assert evaluated == loss and not evaluated.requires_grad
+    empty, terms = bounded_objective(blocks.refiner, blocks.h[:0], inputs.chunk(slice(0, 0)))
+    empty.backward()
+    assert empty == terms.weight == 0 and [len(guess) for guess in terms.guesses] == [0] * 4
 
 
 def test_only_the_guesses_are_detached():
@@ -216,9 +279,19 @@ def test_gradients_reach_the_backbone_through_every_term():
     """Of a real drafter in one piece: every backbone weight moves under each term alone; the refiner under two."""
     trainer = make_trainer()
     batch = batch_of(trainer, make_rows(2))
-    for name in TERMS:
+
+    def gradient(consistency: float, anchor: float) -> dict[str, torch.Tensor]:
+        trainer.args.lambda_consistency = consistency
+        trainer.args.lambda_anchor_start = trainer.args.lambda_anchor_end = anchor
         trainer.model.zero_grad(set_to_none=True)
-        getattr(trainer.objective(trainer.model, batch), name).backward()
-        unreached = {n for n, p in trainer.model.named_parameters() if p.grad is None or p.grad.norm() == 0}
-        heads = {n for n, _ in trainer.model.named_parameters() if n.startswith("xpress_head")}
-        assert unreached == (heads if name == "anchor" else set())
+        trainer.objective(trainer.model, batch)[0].backward()
+        return gradients(trainer.model)
+
+    teacher_forced = gradient(0.0, 0.0)
+    terms = {"teacher_forced": teacher_forced}
+    for name, weights in (("consistency", (1.0, 0.0)), ("anchor", (0.0, 1.0))):
+        terms[name] = {key: value - teacher_forced[key] for key, value in gradient(*weights).items()}
+    heads = {name for name in teacher_forced if name.startswith("xpress_head")}
+    for name, found in terms.items():
+        unreached = {key for key, value in found.items() if value.norm() < 1e-6}
+        assert unreached == (heads if name == "anchor" else set()), name

@@ -119,7 +119,7 @@ def test_evaluation():
     for name in names:
         assert len({round(result[f"eval_{name}"], 4) for result in results}) == 1, name
     with torch.no_grad():
-        terms = trainer.objective(trainer.model, batch_of(trainer, held_out))
+        _, terms = trainer.objective(trainer.model, batch_of(trainer, held_out))
     assert results[0]["eval_loss"] == pytest.approx((terms.loss(0.3, 0.2) / terms.weight).item(), rel=1e-5)
     assert set(trainer.predict(held_out).metrics) >= {"test_loss", "test_tau_pass_0"}
 

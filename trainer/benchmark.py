@@ -1,0 +1,84 @@
+"""What the objective costs at a shape: the bounded form beside the dense one, seconds and peak memory in one run."""
+
+import resource
+import time
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+
+from ..modeling_xpress import XPressHead
+from .bounded import ObjectiveInputs, bounded_objective
+from .objective import position_weights, xpress_objective
+
+
+def objective_ways(
+    vocab_size: int, hidden_size: int, rank: int, mlp_width: int, block_size: int, anchors: int, dtype: torch.dtype
+) -> dict:
+    """Name to function: each is one step's loss and gradients on random blocks, arithmetic in `dtype`."""
+    torch.manual_seed(0)
+    config = SimpleNamespace(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        block_size=block_size,
+        xpress_rank=rank,
+        xpress_mlp_hidden=mlp_width,
+    )
+    refiner = XPressHead(config)
+    for parameter in refiner.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    head = torch.nn.Linear(hidden_size, vocab_size, bias=False, dtype=dtype).requires_grad_(False)
+    M, P = anchors, block_size - 1
+    h_MBH = torch.randn(M, block_size, hidden_size, requires_grad=True)
+    inputs = ObjectiveInputs(
+        head=lambda h: head(h.to(dtype).contiguous()),
+        tokens_MB=torch.randint(vocab_size, (M, block_size)),
+        predecessors_M=torch.randint(vocab_size, (M,)),
+        teacher_states_SH=torch.randn(2 * M, hidden_size, dtype=dtype),
+        teacher_index_MP=(2 * torch.arange(M)[:, None] + torch.arange(P)).clamp_max(2 * M - 1),
+        weights_MP=position_weights(block_size, 4.0).expand(M, P),
+        num_rounds=3,
+        ce_weight=0.1,
+        lambda_c=0.3,
+        lambda_b=0.6,
+    )
+    return {
+        "bounded": partial(_step, bounded_objective, refiner, h_MBH, inputs, dtype),
+        "dense": partial(_step, dense_objective, refiner, h_MBH, inputs, dtype),
+    }
+
+
+def dense_objective(refiner, h_MBH: torch.Tensor, inputs: ObjectiveInputs):
+    """The formulas as they stand, differentiated by autograd."""
+    M, P = inputs.weights_MP.shape
+    base_MPV = inputs.head(h_MBH[:, 1:].flatten(0, 1)).view(M, P, -1)
+    teacher_MPV = inputs.head(inputs.teacher_states_SH[inputs.teacher_index_MP]).float().softmax(dim=-1)
+    blocks = (inputs.tokens_MB, inputs.predecessors_M, teacher_MPV, inputs.weights_MP)
+    terms = xpress_objective(
+        refiner, h_MBH, base_MPV, *blocks, num_rounds=inputs.num_rounds, ce_weight=inputs.ce_weight
+    )
+    return terms.loss(inputs.lambda_c, inputs.lambda_b), terms
+
+
+def _step(objective, refiner, h_MBH, inputs: ObjectiveInputs, dtype: torch.dtype):
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss, _ = objective(refiner, h_MBH, inputs)
+    loss.backward()
+    h_MBH.grad = None
+    refiner.zero_grad()
+
+
+def measure(way, repeats: int) -> tuple[float, float]:
+    """Seconds of the fastest run after a first one, and MB that the process's peak grew by since before it."""
+    before = _peak()
+    way()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        way()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds), _peak() - before
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
