@@ -1,4 +1,4 @@
-"""The command line: `xpress demo`, `generate`, `compare`, `bench-refine`, `build-tiny`."""
+"""The command line: `xpress demo`, `generate`, `compare`, `bench-refine`, `build-tiny`; `data` and `train` are next door."""
 
 import json
 from pathlib import Path
@@ -14,12 +14,14 @@ from rich.text import Text
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from .cli_training import training_app
 from .generation.benchmark import refinement_ways, time_ways
 from .generation.evaluation import compare, pass_arms
 from .generation.statistics_xpress import DraftingStatistics, track_drafting
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+app.add_typer(training_app)
 console = Console(highlight=False)
 
 HERE = Path(__file__).parent

@@ -18,8 +18,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup, set_seed
 
 from ..generation import XPressDrafterModel
+from .answers import AnswerSettings, write_rows
 from .optimizer import MuonAdamW
-from .tiny_target import chat, read_rows, split, train_target
+from .row_folder import load_rows
+from .tiny_target import read_rows, split, train_target
 from .xpress_trainer import XPressTrainer, XPressTrainingArguments
 
 
@@ -38,11 +40,16 @@ def build_tiny(data: Path, out: Path, seed: int = 0) -> None:
     if not (out / "target" / "model.safetensors").exists():
         train_target(rows, out, TARGET_STEPS, seed)
     questions = vary_questions([row["question"] for row in split(rows, seed)[1]], VARIATIONS, seed)
-    answers = answer_questions(out / "target", questions, work / "answers.jsonl")
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    settings = AnswerSettings(target=str(out / "target"), max_new_tokens=MAX_ANSWER, batch_size=128)
+    write_rows(
+        chats, work / "answers", settings, lambda done, tokens: print(f"answers: {done} of {len(chats)}", flush=True)
+    )
+    answers, manifest = load_rows(work / "answers")
     if not (out / "drafter" / "model.safetensors").exists():
         train_drafter(out, answers, DRAFTER_STEPS, seed)
     log = {part: json.loads((work / f"{part}-log.json").read_text()) for part in ("target", "drafter")}
-    log["answers"] = {"rows": len(answers), "tokens": sum(sum(row["loss_mask"]) for row in answers)}
+    log["answers"] = {"rows": len(answers), "tokens": manifest["counts"]["supervised_tokens"]}
     (out / "log.json").write_text(json.dumps(log, indent=1))
 
 
@@ -84,42 +91,7 @@ def _names(questions: list[str]) -> list[str]:
     return sorted(word for word, count in inside.items() if count >= 3 and word.lower() not in other)
 
 
-@torch.no_grad()
-def answer_questions(target_folder: Path, questions: list[str], path: Path, batch_size: int = 128) -> list[dict]:
-    """
-    The target's own greedy answers as training rows, appended to `path` batch by batch.
-
-    Questions of like length go together, so little is padded. Answers that do not end are kept up to `MAX_ANSWER`.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(target_folder, padding_side="left")
-    prompts = [
-        tokenizer.apply_chat_template(chat({"question": q, "answer": ""})[:1], add_generation_prompt=True)["input_ids"]
-        for q in questions
-    ]
-    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
-    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.bfloat16).eval()
-    with path.open("a") as file:
-        for start in range(len(done), len(order), batch_size):
-            batch = [prompts[i] for i in order[start : start + batch_size]]
-            inputs = tokenizer.pad({"input_ids": batch}, return_tensors="pt")
-            outputs = target.generate(**inputs, max_new_tokens=MAX_ANSWER, do_sample=False)
-            rows = [row_of(p, o[inputs["input_ids"].shape[1] :], tokenizer) for p, o in zip(batch, outputs.tolist())]
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-            file.flush()
-            done += rows
-            print(f"answers: {len(done)} of {len(order)}", flush=True)
-    return done
-
-
-def row_of(prompt: list[int], answer: list[int], tokenizer) -> dict:
-    """A training row of a prompt and its answer, cut after the end-of-turn token."""
-    if tokenizer.eos_token_id in answer:
-        answer = answer[: answer.index(tokenizer.eos_token_id) + 1]
-    return {"input_ids": prompt + answer, "loss_mask": [0] * len(prompt) + [1] * len(answer)}
-
-
-def train_drafter(out: Path, answers: list[dict], steps: int, seed: int) -> None:
+def train_drafter(out: Path, answers: Dataset, steps: int, seed: int) -> None:
     """Trains the drafter on `answers` and saves it in bf16 under `out/drafter`."""
     set_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(out / "target")
@@ -151,9 +123,7 @@ def train_drafter(out: Path, answers: list[dict], steps: int, seed: int) -> None
     )
     optimizer = MuonAdamW(drafter.named_parameters(), muon_lr=0.02, adamw_lr=3e-3)
     schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=40, num_training_steps=steps)
-    trainer = XPressTrainer(
-        drafter, target, args, train_dataset=Dataset.from_list(answers), optimizers=(optimizer, schedule)
-    )
+    trainer = XPressTrainer(drafter, target, args, train_dataset=answers, optimizers=(optimizer, schedule))
     trainer.train(resume_from_checkpoint=any(checkpoints.glob("checkpoint-*")))
     drafter.bfloat16().save_pretrained(out / "drafter")
     history = [{key: round(float(value), 5) for key, value in row.items()} for row in trainer.state.log_history]

@@ -4,11 +4,9 @@ import pytest
 import torch
 from datasets import Dataset
 from datasets import IterableDataset as HubStream
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import IterableDataset
 from training import make_rows, make_trainer
-from transformers import PreTrainedTokenizerFast
-from xpress_drafter.trainer import XPressCollator, tokenize_chat
+from xpress_drafter.trainer import XPressCollator
 from xpress_drafter.trainer.data import check_rows
 
 
@@ -77,36 +75,3 @@ def test_datasets_of_the_hub_library(stream):
         trainer.train()
         losses.append(trainer.state.log_history[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-# Conversations.
-
-MARKED = (
-    "{% for message in messages %}{% if message['role'] == 'user' %}user: {{ message['content'] }} ;"
-    "{% else %} bot: {% generation %}{{ message['content'] }} ;{% endgeneration %} {% endif %}{% endfor %}"
-)
-
-
-def tokenizer(template: str) -> PreTrainedTokenizerFast:
-    words = ["?", *"user: bot: ; a b c d".split()]
-    model = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=model, unk_token="?")
-    fast.chat_template = template
-    return fast
-
-
-def test_conversations_are_supervised_on_the_assistants_tokens():
-    """Its end marker included, its header not, in both turns."""
-    messages = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, ["a b", "c d", "b", "a"])]
-    row = tokenize_chat(tokenizer(MARKED), messages)
-    words = "user: a b ; bot: c d ; user: b ; bot: a ;".split()
-    assert tokenizer(MARKED).convert_ids_to_tokens(row["input_ids"]) == words
-    assert row["loss_mask"] == [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]
-
-
-def test_template_without_markers():
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    unmarked = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    with pytest.raises(ValueError, match="no token of this conversation would be supervised"):
-        tokenize_chat(tokenizer(unmarked), messages)
