@@ -10,6 +10,7 @@ Shapes: N sequences, S positions, A anchors of a sequence, B slots of a block.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 
 class Blocks(NamedTuple):
@@ -51,9 +52,9 @@ def spread_anchors(loss_mask_NS: torch.Tensor, num_anchors: int) -> tuple[torch.
     candidates = loss_mask_NS[:, :-1] & loss_mask_NS[:, 1:]
     total_N1 = candidates.sum(dim=1, keepdim=True)
     wanted_N1 = total_N1.clamp_max(num_anchors)
-    # Of a row's m candidates the i-th is chosen where i * wanted / m reaches a whole number: `wanted` times.
-    reached = candidates.cumsum(dim=1) * wanted_N1 // total_N1.clamp_min(1)
-    chosen = candidates & (reached > torch.nn.functional.pad(reached, (1, 0))[:, :-1])
+    # Of a row's m candidates the i-th is chosen where i * wanted / m + 1/2 reaches a whole number: `wanted` times.
+    reached = (candidates.cumsum(dim=1) * wanted_N1 + total_N1 // 2) // total_N1.clamp_min(1)
+    chosen = candidates & (reached > F.pad(reached, (1, 0))[:, :-1])
     A = max(int(wanted_N1.max()), 1)
     positions = torch.arange(S - 1, device=chosen.device).where(chosen, S).sort(dim=1).values[:, :A]
     valid = positions < S

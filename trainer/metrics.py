@@ -4,14 +4,14 @@ Shapes: M blocks, B slots, P = B - 1 draft slots, H hidden, V vocabulary.
 """
 
 import time
-from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
 
 from ..generation import resolve_block, resolve_left_to_right
-from ..modeling_xpress import XPressDrafterConfig
-from .objective import ObjectiveTerms, simulated_tau
+from ..modeling_xpress import XPressModel
+from .bounded import CHUNK, ObjectiveInputs
+from .objective import ObjectiveTerms
 
 
 class Sums:
@@ -27,16 +27,16 @@ class Sums:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def add_terms(self, terms: ObjectiveTerms, labels_MP: torch.Tensor, counted_MP: torch.Tensor) -> None:
-        """The objective's terms, and tau of the base and of every round."""
+        """The objective's terms, and what the base and every round would have accepted."""
         self.add(**{name: getattr(terms, name) for name in ("teacher_forced", "consistency", "anchor", "weight")})
-        self.add(blocks=torch.tensor(len(labels_MP), device=labels_MP.device))
+        self.add(blocks=counted_MP[:, 0].sum(), counted=counted_MP.sum(dim=0))
         for j, guess_MP in enumerate(terms.guesses):
-            self.add(**{f"tau_pass_{j}": simulated_tau(guess_MP, labels_MP, counted_MP)})
+            self.add(**{f"tau_pass_{j}": kept(guess_MP, labels_MP, counted_MP).sum()})
 
-    def add_slots(self, tokens_MP: torch.Tensor, labels_MP: torch.Tensor, counted_MP: torch.Tensor) -> None:
-        """How many of the slots that count would be kept: theirs and all tokens before them are the labels."""
-        kept_MP = ((tokens_MP == labels_MP) & counted_MP).cumprod(dim=-1)
-        self.add(kept=kept_MP.sum(dim=0), counted=counted_MP.sum(dim=0))
+    def add_draft(self, tokens_MP: torch.Tensor, labels_MP: torch.Tensor, counted_MP: torch.Tensor) -> None:
+        """What of the drafter's own tokens would have been accepted; beside `add_terms`."""
+        kept_MP = kept(tokens_MP, labels_MP, counted_MP)
+        self.add(tau=kept_MP.sum(), kept=kept_MP.sum(dim=0))
 
     def means(self, accelerator: Accelerator) -> dict[str, float]:
         """
@@ -47,37 +47,31 @@ class Sums:
         flat = accelerator.reduce(torch.cat([self.sums[name].view(-1) for name in names]))
         parts = flat.split([self.sums[name].numel() for name in names])
         sums = {name: part.tolist() for name, part in zip(names, parts)}
-        kept, counted = sums.pop("kept"), sums.pop("counted")
+        slots = zip(sums.pop("kept"), sums.pop("counted"))
         sums = {name: value[0] for name, value in sums.items()}
         means = {f"loss_{name}": sums[name] / sums["weight"] for name in ("teacher_forced", "consistency", "anchor")}
-        means |= {name: value / sums["blocks"] for name, value in sums.items() if name.startswith("tau")}
-        means |= {f"acceptance_slot_{k}": a / b for k, (a, b) in enumerate(zip(kept, counted), start=1) if b}
+        means |= {name: value / sums["blocks"] + 1 for name, value in sums.items() if name.startswith("tau")}
+        means |= {f"acceptance_slot_{k}": a / b for k, (a, b) in enumerate(slots, start=1) if b}
         return means | {"anchors_per_second": sums["blocks"] / (time.perf_counter() - self.started)}
 
 
-def own_draft(
-    config: XPressDrafterConfig,
-    refiner,
-    h_MBH: torch.Tensor,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    predecessors_M: torch.Tensor,
-    anchors_M: torch.Tensor,
-    chunk: int = 2**23,
-) -> torch.Tensor:
-    """
-    The tokens `[M, P]` that `generate` would draft for these blocks, greedy, with the config's own passes and shortlist.
+def kept(tokens_MP: torch.Tensor, labels_MP: torch.Tensor, counted_MP: torch.Tensor) -> torch.Tensor:
+    """The draft tokens that would be kept had the target answered with the labels: right, as are all before them."""
+    return ((tokens_MP == labels_MP) & counted_MP).cumprod(dim=-1)
 
-    Args:
-        head: The target's head: states `[..., H]` to logits `[..., V]`.
-        chunk: Elements of `[M, P, V]` at a time.
-    """
-    size = max(1, chunk // (config.num_draft_tokens * config.vocab_size))
-    drafts = []
-    for h, predecessors, anchors in zip(h_MBH.split(size), predecessors_M.split(size), anchors_M.split(size)):
-        base = head(h[:, 1:])
+
+def own_draft(drafter: XPressModel, h_MBH: torch.Tensor, inputs: ObjectiveInputs) -> torch.Tensor:
+    """The tokens `[M, P]` that `generate` would draft for these blocks, greedy, with the drafter's own passes."""
+    config, drafts = drafter.config, []
+    size = max(1, CHUNK // (config.num_draft_tokens * config.vocab_size))
+    parts = (h_MBH, inputs.predecessors_M, inputs.tokens_MB[:, 0])
+    for h, predecessors, anchors in zip(*(part.split(size) for part in parts)):
+        base = inputs.head(h[:, 1:])
         if config.refiner_type == "markov":
-            drafts.append(resolve_left_to_right(refiner, base, anchors))
+            drafts.append(resolve_left_to_right(drafter.refiner, base, anchors))
         else:
             passes, shortlist = config.xpress_num_passes, config.xpress_topc
-            drafts.append(resolve_block(refiner, h, base, predecessors, anchors, passes, shortlist_size=shortlist))
+            drafts.append(
+                resolve_block(drafter.refiner, h, base, predecessors, anchors, passes, shortlist_size=shortlist)
+            )
     return torch.cat([draft.tokens for draft in drafts])

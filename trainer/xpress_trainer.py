@@ -3,21 +3,23 @@
 The frozen target runs inside the trainer, without gradient and never in a checkpoint.
 """
 
-from collections import defaultdict
+import time
+from functools import partial
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
 
 from ..generation.pairing_xpress import check_pair
 from ..modeling_xpress import XPressModel, base_logits, context_features, states_to_keep
 from .arguments import XPressTrainingArguments
-from .blocks import Blocks, block_attention_mask, cut_blocks, document_positions, sample_anchors
+from .blocks import Blocks, block_attention_mask, cut_blocks, document_positions, sample_anchors, spread_anchors
 from .bounded import ObjectiveInputs, bounded_objective
 from .checkpoints import CloseLogAtSave, check_resumable, last_whole_checkpoint
 from .data import XPressCollator, check_rows
-from .objective import ObjectiveTerms, position_weights, simulated_tau
+from .metrics import Sums, own_draft
+from .objective import ObjectiveTerms, position_weights
+from .wrapping import bare_drafter, freeze_target, inside_forward, to_target
 
 
 logger = logging.get_logger(__name__)
@@ -41,13 +43,12 @@ class XPressTrainer(Trainer):
             for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
                 if dataset is not None:
                     check_rows(dataset)
-        self.target = target.eval().requires_grad_(False)
+        self.target = freeze_target(target, args.device)
         kwargs.setdefault("data_collator", XPressCollator())
         super().__init__(model=drafter, args=args, **kwargs)
-        self.target.to(args.device)
         self.model_accepts_loss_kwargs = True  # `num_items_in_batch` is our denominator, over the global batch
         self.loss_is_scaled_for_ga = True
-        self._sums = defaultdict(float)
+        self._sums = Sums()
         self.add_callback(CloseLogAtSave())
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
@@ -61,7 +62,7 @@ class XPressTrainer(Trainer):
                 logger.warning(f"{self.args.output_dir} holds no whole checkpoint: training begins at step 0.")
         if resume_from_checkpoint:
             check_resumable(resume_from_checkpoint)
-        self._sums = defaultdict(float)
+        self._sums = Sums()
         return super().train(resume_from_checkpoint or None, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
@@ -91,7 +92,7 @@ class XPressTrainer(Trainer):
             batch["loss_mask"],
             batch["anchors"],
             batch["anchor_valid"],
-            self.accelerator.unwrap_model(self.model).config.block_size,
+            bare_drafter(self.model).config.block_size,
         )
 
     def slot_weights(self, counted: torch.Tensor) -> torch.Tensor:
@@ -112,21 +113,18 @@ class XPressTrainer(Trainer):
         start, end = self.args.lambda_anchor_start, self.args.lambda_anchor_end
         return start + (end - start) * min(progress, 1.0)
 
-    def objective(self, model, inputs: dict) -> tuple[torch.Tensor, ObjectiveTerms]:
+    def objective(self, model, inputs: dict, drafting: bool = False) -> tuple[torch.Tensor, ObjectiveTerms]:
         """
         The objective of one batch, which has its anchors: the loss summed over slots, and its terms, which are also
-        added to the sums that `log` averages.
+        added to the sums that `log` averages. With `drafting`, so is what the drafter itself would draft.
         """
-        drafter = self.accelerator.unwrap_model(model)
         blocks = self.cut_blocks(inputs)
         features, states_NSH = self.read_target(inputs)
-        h_NABH = draft_blocks(model, self.target, features, blocks, inputs["attention_mask"])
-        valid = blocks.valid
-        tokens_MB, counted_MB = blocks.tokens[valid], blocks.counted[valid]
+        counted_MB = blocks.counted[blocks.valid]
         objective_inputs = ObjectiveInputs(
-            head=lambda h: base_logits(self.target, h.to(features.dtype)),
-            tokens_MB=tokens_MB,
-            predecessors_M=blocks.predecessors[valid],
+            head=partial(self.head, dtype=features.dtype),
+            tokens_MB=blocks.tokens[blocks.valid],
+            predecessors_M=blocks.predecessors[blocks.valid],
             teacher_states_SH=states_NSH.flatten(0, 1),
             teacher_index_MP=teacher_positions(blocks, states_NSH.shape[1]),
             weights_MP=self.slot_weights(counted_MB),
@@ -135,42 +133,62 @@ class XPressTrainer(Trainer):
             lambda_c=self.args.lambda_consistency,
             lambda_b=self.lambda_anchor(),
         )
-        loss, terms = bounded_objective(drafter.refiner, h_NABH[valid], objective_inputs)
-        for name in ("teacher_forced", "consistency", "anchor", "weight"):
-            self._sums[name] += getattr(terms, name)
-        for j, guess in enumerate(terms.guesses):
-            self._sums[f"tau_pass_{j}"] += simulated_tau(guess, tokens_MB[:, 1:], counted_MB[:, 1:])
-        self._sums["blocks"] += valid.sum()
+
+        def draft_and_compare(drafter: XPressModel):
+            h_NABH = draft_blocks(drafter, self.target, features, blocks, inputs["attention_mask"])
+            h_MBH = h_NABH[blocks.valid]
+            loss, terms = bounded_objective(drafter.refiner, h_MBH, objective_inputs)
+            return loss, terms, own_draft(drafter, h_MBH, objective_inputs) if drafting else terms.guesses[-1]
+
+        loss, terms, draft_MP = inside_forward(model, draft_and_compare)
+        truth = objective_inputs.tokens_MB[:, 1:], counted_MB[:, 1:]
+        self._sums.add_terms(terms, *truth)
+        self._sums.add_draft(draft_MP, *truth)
         return loss, terms
+
+    def head(self, h: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The target's head on states `[..., H]`, wherever it stands."""
+        return base_logits(self.target, to_target(self.target, h.to(dtype))).to(h.device)
 
     @torch.no_grad()
     def read_target(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's features `[N, S, H * taps]` and its last states `[N, S, H]`, which its head reads."""
-        layer_ids = self.accelerator.unwrap_model(self.model).config.target_layer_ids
+        layer_ids = bare_drafter(self.model).config.target_layer_ids
         outputs = self.target.get_decoder()(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
+            input_ids=to_target(self.target, inputs["input_ids"]),
+            attention_mask=to_target(self.target, inputs["attention_mask"]),
             output_hidden_states=states_to_keep(layer_ids),
             use_cache=False,
         )
-        return context_features(outputs.hidden_states, layer_ids), outputs.last_hidden_state
+        features = context_features(outputs.hidden_states, layer_ids)
+        return features.to(self.args.device), outputs.last_hidden_state.to(self.args.device)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        # As `Trainer`, except that the objective is summed for `evaluation_loop`, on anchors that are always the same.
+        # As `Trainer`, except that the objective is summed for `evaluation_loop`, on anchors that are always the same,
+        # and without the rows that only fill the last batch, so that every process has one.
         inputs = self._prepare_inputs(inputs)
-        self.draw_anchors(inputs, torch.Generator().manual_seed(self.args.seed))
+        inputs["anchors"], inputs["anchor_valid"] = spread_anchors(inputs["loss_mask"], self.args.num_anchors)
+        inputs["loss_mask"][self.rows_to_count(len(inputs["input_ids"])) :] = False
         with torch.no_grad(), self.accelerator.autocast():
-            self.objective(model, inputs)
+            self.objective(model, inputs, drafting=True)
         return None, None, None
+
+    def rows_to_count(self, rows: int) -> int:
+        """How many of this process's rows are not repeated: what `gather_for_metrics` keeps of them."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return rows
+        return min(max(state.remainder - self.args.process_index * rows, 0), rows)
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
         # As `Trainer`, except that the loss is one quotient over the whole data set, with the last weight of the base
-        # term so that evaluations of one run compare; its terms and the simulated tau stand beside it.
-        training, self._sums = self._sums, defaultdict(float)
+        # term so that evaluations of one run compare; `tau` is that of the drafter's own passes (accepted + 1).
+        training, self._sums = self._sums, Sums()
         try:
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-            means = self._means()
+            means = self._sums.means(self.accelerator)
         finally:
+            training.started += time.perf_counter() - self._sums.started
             self._sums = training
         terms = ObjectiveTerms(means["loss_teacher_forced"], means["loss_consistency"], means["loss_anchor"], 1.0, [])
         means["loss"] = terms.loss(self.args.lambda_consistency, self.args.lambda_anchor_end)
@@ -178,19 +196,12 @@ class XPressTrainer(Trainer):
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As `Trainer`, with every loss term and the simulated tau (accepted + 1) of base and rounds, averaged."""
+        """As `Trainer`, with the means of every loss term, and tau and the slots' acceptance of the rounds trained."""
         if "loss" in logs:
-            logs |= self._means()
-            self._sums = defaultdict(float)
+            logs |= self._sums.means(self.accelerator)
+            del logs["tau"]  # that of the last round; `eval_tau` is of the drafter's own passes
+            self._sums = Sums()
         super().log(logs, start_time)
-
-    def _means(self) -> dict[str, float]:
-        """Terms per unit of weight and tau per block, over all processes, of what was summed."""
-        names = list(self._sums)
-        sums = torch.stack([torch.as_tensor(self._sums[name]).double() for name in names])
-        sums = dict(zip(names, self.accelerator.reduce(sums).tolist()))
-        means = {f"loss_{name}": sums[name] / sums["weight"] for name in ("teacher_forced", "consistency", "anchor")}
-        return means | {name: value / sums["blocks"] for name, value in sums.items() if name.startswith("tau_")}
 
 
 def draft_blocks(
@@ -203,16 +214,15 @@ def draft_blocks(
 ) -> torch.Tensor:
     """The backbone's normed states of all blocks `[N, A, B, H]`, in one pass over context and blocks."""
     N, A, B = blocks.tokens.shape
-    unwrapped = extract_model_from_parallel(drafter)
-    noise_ids = torch.full_like(blocks.tokens, unwrapped.config.mask_token_id)
+    noise_ids = torch.full_like(blocks.tokens, drafter.config.mask_token_id)
     noise_ids[..., 0] = blocks.tokens[..., 0]
-    noise_embeds = target.get_input_embeddings()(noise_ids.flatten(1)).to(unwrapped.dtype)
+    noise_embeds = target.get_input_embeddings()(to_target(target, noise_ids.flatten(1)))
     if document_ids_NS is None:
         document_ids_NS = torch.zeros_like(attention_mask_NS)
     mask = block_attention_mask(blocks.anchors, blocks.valid, B, attention_mask_NS, document_ids_NS)
-    h = drafter(
-        noise_embeds=noise_embeds,
-        context_hidden_states=features_NSF.to(unwrapped.dtype),
+    h = drafter.forward(
+        noise_embeds=noise_embeds.to(device=features_NSF.device, dtype=drafter.dtype),
+        context_hidden_states=features_NSF.to(drafter.dtype),
         position_ids=torch.cat([document_positions(document_ids_NS), blocks.positions.flatten(1)], dim=1),
         attention_mask=mask,
     ).last_hidden_state

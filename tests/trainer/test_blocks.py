@@ -152,11 +152,11 @@ def test_gradient_of_a_block_reaches_what_it_sees_and_nothing_else(attention):
     features = torch.randn(2, LENGTH, len(TAPS) * HIDDEN, requires_grad=True)
     noise = {}
 
-    def keep_noise(module, args, kwargs):
-        kwargs["noise_embeds"] = noise["embeds"] = kwargs["noise_embeds"].detach().requires_grad_()
-        return args, kwargs
+    def keep_noise(module, args):
+        noise["embeds"] = args[0].detach().requires_grad_()
+        return noise["embeds"], *args[1:]
 
-    drafter.register_forward_pre_hook(keep_noise, with_kwargs=True)
+    drafter.layers[0].register_forward_pre_hook(keep_noise)  # its input: the block's
     h = draft_blocks(drafter, target(), features, blocks, real, documents)
     for n in range(2):
         for a in range(7):

@@ -41,7 +41,9 @@ def moved(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> set[str]:
 
 
 def losses(trainer) -> list[dict]:
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
+    """The training logs, without what no two runs share."""
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{key: value for key, value in entry.items() if key != "anchors_per_second"} for entry in logs]
 
 
 def make_args(folder=None, **kwargs) -> XPressTrainingArguments:
@@ -54,7 +56,8 @@ def make_args(folder=None, **kwargs) -> XPressTrainingArguments:
         "save_strategy": "no",
     }
     folder = str(folder or tempfile.gettempdir())
-    return XPressTrainingArguments(folder, report_to=[], use_cpu=True, disable_tqdm=True, **{**defaults, **kwargs})
+    defaults |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return XPressTrainingArguments(folder, **{**defaults, **kwargs})
 
 
 PARTS = ("eval_dataset", "callbacks", "data_collator", "optimizers")
