@@ -2,8 +2,8 @@
 
     xpress build-tiny gsm8k-train.jsonl gsm8k-test.jsonl OUT
 
-Everything lies under OUT, what is not shipped in OUT/work; a killed run goes on where it stopped. The steps are fixed numbers, not times, so that two
-machines train the same pair.
+Everything lies under OUT, what is not shipped in OUT/work; a killed run goes on where it stopped. The steps are fixed
+numbers, not times, so that two machines train the same pair.
 """
 
 import calendar
@@ -39,18 +39,23 @@ def build_tiny(data: Path, out: Path, seed: int = 0) -> None:
     work.mkdir(parents=True, exist_ok=True)
     if not (out / "target" / "model.safetensors").exists():
         train_target(rows, out, TARGET_STEPS, seed)
-    questions = vary_questions([row["question"] for row in split(rows, seed)[1]], VARIATIONS, seed)
-    chats = [[{"role": "user", "content": question}] for question in questions]
-    settings = AnswerSettings(target=str(out / "target"), max_new_tokens=MAX_ANSWER, batch_size=128)
-    write_rows(
-        chats, work / "answers", settings, lambda done, tokens: print(f"answers: {done} of {len(chats)}", flush=True)
-    )
-    answers, manifest = load_rows(work / "answers")
+    held_out, trained = split(rows, seed)
+    answers, manifest = answer(vary_questions([row["question"] for row in trained], VARIATIONS, seed), out, "answers")
+    answer([row["question"] for row in held_out], out, "held-out")  # what `xpress study` measures on
     if not (out / "drafter" / "model.safetensors").exists():
         train_drafter(out, answers, DRAFTER_STEPS, seed)
     log = {part: json.loads((work / f"{part}-log.json").read_text()) for part in ("target", "drafter")}
     log["answers"] = {"rows": len(answers), "tokens": manifest["counts"]["supervised_tokens"]}
     (out / "log.json").write_text(json.dumps(log, indent=1))
+
+
+def answer(questions: list[str], out: Path, name: str) -> tuple[Dataset, dict]:
+    """The target's own greedy answers, in `out/work/name`: rows and their manifest."""
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    settings = AnswerSettings(target=str(out / "target"), max_new_tokens=MAX_ANSWER, batch_size=128)
+    folder = out / "work" / name
+    write_rows(chats, folder, settings, lambda done, _: print(f"{name}: {done} of {len(chats)}", flush=True))
+    return load_rows(folder)
 
 
 def vary_questions(questions: list[str], variations: int, seed: int) -> list[str]:
