@@ -1,4 +1,4 @@
-"""The command line: `xpress demo`, `generate`, `compare`, `bench-refine`, `build-tiny`; `data` and `train` are next door."""
+"""The command line: `xpress demo`, `generate`, `compare`, `build-tiny`; next door `data` and `train`, the benches and `study`."""
 
 import json
 from pathlib import Path
@@ -14,14 +14,15 @@ from rich.text import Text
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from .cli_lab import lab_app
 from .cli_training import training_app
-from .generation.benchmark import refinement_ways, time_ways
 from .generation.evaluation import compare, pass_arms
 from .generation.statistics_xpress import DraftingStatistics, track_drafting
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(training_app)
+app.add_typer(lab_app)
 console = Console(highlight=False)
 
 HERE = Path(__file__).parent
@@ -200,28 +201,6 @@ def compare_arms(
     rows = show_comparison(*pair, texts, max_new_tokens)
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=1))
-
-
-@app.command()
-def bench_refine(
-    vocab_size: int = 151936,
-    hidden_size: int = 4096,
-    rank: int = 256,
-    mlp_width: int = 512,
-    block_size: int = 16,
-    shortlist: int = 512,
-    repeats: int = 20,
-):
-    """Times one block's refinement in bf16 at a head's shape (the 8B drafter's by default)."""
-    ways = refinement_ways(vocab_size, hidden_size, rank, mlp_width, block_size, shortlist, torch.bfloat16)
-    times = time_ways(ways, repeats)
-    markov = next(iter(times.values()))
-    table = Table(title=f"One block's refinement, bf16, {torch.get_num_threads()} threads, median of {repeats}")
-    for column in ("", "ms", "Markov / this"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name, value in times.items():
-        table.add_row(name, f"{value:.2f}", f"{markov / value:.1f}x")
-    console.print(table)
 
 
 @app.command()

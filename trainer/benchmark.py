@@ -69,16 +69,16 @@ def _step(objective, refiner, h_MBH, inputs: ObjectiveInputs, dtype: torch.dtype
 
 
 def measure(way, repeats: int) -> tuple[float, float]:
-    """Seconds of the fastest run after a first one, and MB that the process's peak grew by since before it."""
-    before = _peak()
+    """Seconds of the fastest run after a first one, and the process's peak so far in MB: it only grows."""
     way()
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         way()
         seconds.append(time.perf_counter() - start)
-    return min(seconds), _peak() - before
+    return min(seconds), peak_megabytes()
 
 
-def _peak() -> float:
+def peak_megabytes() -> float:
+    """The most memory that this process has held."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

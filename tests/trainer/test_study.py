@@ -88,5 +88,5 @@ def test_benchmark_runs_both_forms_on_the_same_blocks():
         objective, refiner, h, inputs, _ = way.args
         losses.append(objective(refiner, h, inputs)[0].item())
         seconds, megabytes = measure(way, repeats=1)
-        assert seconds > 0 and megabytes >= 0
+        assert seconds > 0 and megabytes > 100
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -1,0 +1,98 @@
+"""`xpress bench-refine`, `bench-objective` and `study`: what the method costs, and which of its parts matter."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .generation.benchmark import refinement_ways, time_ways
+
+
+lab_app = typer.Typer()
+console = Console(highlight=False)
+
+
+@lab_app.command()
+def bench_refine(
+    vocab_size: int = 151936,
+    hidden_size: int = 4096,
+    rank: int = 256,
+    mlp_width: int = 512,
+    block_size: int = 16,
+    shortlist: int = 512,
+    repeats: int = 20,
+):
+    """Times one block's refinement in bf16 at a head's shape (the 8B drafter's by default)."""
+    ways = refinement_ways(vocab_size, hidden_size, rank, mlp_width, block_size, shortlist, torch.bfloat16)
+    times = time_ways(ways, repeats)
+    markov = next(iter(times.values()))
+    table = Table(title=f"One block's refinement, bf16, {torch.get_num_threads()} threads, median of {repeats}")
+    for column in ("", "ms", "Markov / this"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, value in times.items():
+        table.add_row(name, f"{value:.2f}", f"{markov / value:.1f}x")
+    console.print(table)
+
+
+@lab_app.command()
+def bench_objective(
+    vocab_size: int = 49152,
+    hidden_size: int = 576,
+    rank: int = 128,
+    mlp_width: int = 256,
+    block_size: int = 16,
+    anchors: Annotated[int, typer.Option(min=8, help="Blocks; a quarter and a half of them are measured first.")] = 64,
+    repeats: int = 2,
+):
+    """Times one step's objective in bf16 and measures its memory, beside the formulas differentiated by autograd."""
+    from .trainer.benchmark import measure, objective_ways, peak_megabytes
+
+    table = Table(
+        title=f"Objective and gradients, V = {vocab_size}, B = {block_size}, {torch.get_num_threads()} threads"
+    )
+    for column in ("", "anchors", "seconds", "anchors/s", "peak MB"):
+        table.add_column(column, justify="left" if not column else "right")
+    found, before = {}, 0.0
+    for name, count in (*(("bounded", anchors // part) for part in (4, 2, 1)), ("dense", anchors)):  # peaks only grow
+        ways = objective_ways(vocab_size, hidden_size, rank, mlp_width, block_size, count, torch.bfloat16)
+        before = before or peak_megabytes()
+        seconds, peak = measure(ways[name], repeats)
+        found[name] = seconds, megabytes = seconds, peak - before
+        table.add_row(name, str(count), f"{seconds:.2f}", f"{count / seconds:.0f}", f"{megabytes:.0f}")
+    console.print(table)
+    (seconds, memory), (dense_seconds, dense_memory) = found["bounded"], found["dense"]
+    console.print(f"bounded: {dense_seconds / seconds:.1f} times as fast, {memory / dense_memory:.0%} of the memory")
+
+
+@lab_app.command()
+def study(
+    folder: Annotated[Path, typer.Argument(exists=True, help="A folder of `xpress build-tiny`.")],
+    what: Annotated[Literal["ablation", "choices"], typer.Argument(help="The objective's terms, or the sizes.")],
+    steps: Annotated[int, typer.Option(min=1, help="Of every run.")] = 600,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of every variant.")] = 3,
+):
+    """Trains the tiny pair's drafter many ways for equally many steps; prints tau on held-out answers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from .trainer.row_folder import load_rows
+    from .trainer.study import ABLATION, CHOICES, run_study, study_table
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.bfloat16)
+    rows, held_out = (load_rows(folder / "work" / name)[0] for name in ("answers", "held-out"))
+    runs = run_study(
+        ABLATION if what == "ablation" else CHOICES,
+        range(seeds),
+        target,
+        tokenizer.mask_token_id,
+        rows,
+        held_out,
+        steps,
+        folder / "work" / "study",
+        on_run=lambda run: console.print_json(json.dumps(run), indent=None),
+    )
+    console.print(study_table(runs), soft_wrap=True, markup=False)
