@@ -1,6 +1,6 @@
-"""What the logs say: sums over batches that become means over all processes, and what the drafter itself would draft.
+"""What the logs say: sums over batches, which become means over all processes.
 
-Shapes: M blocks, B slots, P = B - 1 draft slots, H hidden, V vocabulary.
+Shapes: M blocks, P draft slots of a block.
 """
 
 import time
@@ -8,10 +8,10 @@ import time
 import torch
 from accelerate import Accelerator
 
-from ..generation import resolve_block, resolve_left_to_right
-from ..modeling_xpress import XPressModel
-from .bounded import CHUNK, ObjectiveInputs
 from .objective import ObjectiveTerms
+
+
+TERMS = ("teacher_forced", "consistency", "anchor")
 
 
 class Sums:
@@ -26,9 +26,11 @@ class Sums:
             value = value.detach().double()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
-    def add_terms(self, terms: ObjectiveTerms, labels_MP: torch.Tensor, counted_MP: torch.Tensor) -> None:
-        """The objective's terms, and what the base and every round would have accepted."""
-        self.add(**{name: getattr(terms, name) for name in ("teacher_forced", "consistency", "anchor", "weight")})
+    def add_terms(
+        self, terms: ObjectiveTerms, totals: torch.Tensor, labels_MP: torch.Tensor, counted_MP: torch.Tensor
+    ) -> None:
+        """The objective's terms, what divides them, and what the base and every round would have accepted."""
+        self.add(**{name: getattr(terms, name) for name in TERMS}, weight=totals[0], anchor_weight=totals[1])
         self.add(blocks=counted_MP[:, 0].sum(), counted=counted_MP.sum(dim=0))
         for j, guess_MP in enumerate(terms.guesses):
             self.add(**{f"tau_pass_{j}": kept(guess_MP, labels_MP, counted_MP).sum()})
@@ -49,7 +51,8 @@ class Sums:
         sums = {name: part.tolist() for name, part in zip(names, parts)}
         slots = zip(sums.pop("kept"), sums.pop("counted"))
         sums = {name: value[0] for name, value in sums.items()}
-        means = {f"loss_{name}": sums[name] / sums["weight"] for name in ("teacher_forced", "consistency", "anchor")}
+        weights = {"anchor": sums["anchor_weight"]}
+        means = {f"loss_{name}": sums[name] / weights.get(name, sums["weight"]) for name in TERMS}
         means |= {name: value / sums["blocks"] + 1 for name, value in sums.items() if name.startswith("tau")}
         means |= {f"acceptance_slot_{k}": a / b for k, (a, b) in enumerate(slots, start=1) if b}
         return means | {"anchors_per_second": sums["blocks"] / (time.perf_counter() - self.started)}
@@ -58,20 +61,3 @@ class Sums:
 def kept(tokens_MP: torch.Tensor, labels_MP: torch.Tensor, counted_MP: torch.Tensor) -> torch.Tensor:
     """The draft tokens that would be kept had the target answered with the labels: right, as are all before them."""
     return ((tokens_MP == labels_MP) & counted_MP).cumprod(dim=-1)
-
-
-def own_draft(drafter: XPressModel, h_MBH: torch.Tensor, inputs: ObjectiveInputs) -> torch.Tensor:
-    """The tokens `[M, P]` that `generate` would draft for these blocks, greedy, with the drafter's own passes."""
-    config, drafts = drafter.config, []
-    size = max(1, CHUNK // (config.num_draft_tokens * config.vocab_size))
-    parts = (h_MBH, inputs.predecessors_M, inputs.tokens_MB[:, 0])
-    for h, predecessors, anchors in zip(*(part.split(size) for part in parts)):
-        base = inputs.head(h[:, 1:])
-        if config.refiner_type == "markov":
-            drafts.append(resolve_left_to_right(drafter.refiner, base, anchors))
-        else:
-            passes, shortlist = config.xpress_num_passes, config.xpress_topc
-            drafts.append(
-                resolve_block(drafter.refiner, h, base, predecessors, anchors, passes, shortlist_size=shortlist)
-            )
-    return torch.cat([draft.tokens for draft in drafts])

@@ -17,8 +17,10 @@ from .blocks import Blocks, block_attention_mask, cut_blocks, document_positions
 from .bounded import ObjectiveInputs, bounded_objective
 from .checkpoints import CloseLogAtSave, check_resumable, last_whole_checkpoint
 from .data import XPressCollator, check_rows
-from .metrics import Sums, own_draft
+from .drafting import label_probabilities, own_draft
+from .metrics import Sums
 from .objective import ObjectiveTerms, position_weights
+from .weighting import dpace_weights, freeze_backbone, scale_backbone_rate, scheduled
 from .wrapping import bare_drafter, freeze_target, inside_forward, to_target
 
 
@@ -43,6 +45,9 @@ class XPressTrainer(Trainer):
             for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
                 if dataset is not None:
                     check_rows(dataset)
+        if args.freeze_backbone:
+            freeze_backbone(drafter)
+        _check_options(drafter, args, kwargs)
         self.target = freeze_target(target, args.device)
         kwargs.setdefault("data_collator", XPressCollator())
         super().__init__(model=drafter, args=args, **kwargs)
@@ -65,21 +70,27 @@ class XPressTrainer(Trainer):
         self._sums = Sums()
         return super().train(resume_from_checkpoint or None, **kwargs)
 
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        # As `Trainer`, except that the backbone may learn at a rate of its own.
+        fresh = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if fresh and self.args.backbone_lr_scale != 1.0:
+            scale_backbone_rate(optimizer, self.model if model is None else model, self.args.backbone_lr_scale)
+        return optimizer
+
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         # As `Trainer`, except that anchors are drawn here, seeded by step and process, so that a resumed run draws the
-        # same, and that the items are the weights of all slots that count in the global batch: the loss's denominator.
+        # same, and that the items are the weights of all slots that count in the global batch: the loss's denominators.
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         args = self.args
         generator = torch.Generator().manual_seed(
             (args.seed << 32) + self.state.global_step * args.world_size + args.process_index
         )
-        weight = torch.zeros((), device=device)
+        totals = torch.zeros(2, device=device)
         for batch in batches:
             self.draw_anchors(batch, generator)
-            weight += self.slot_weights(self.cut_blocks(batch).counted).sum()
-        if args.world_size > 1:
-            weight = self.accelerator.gather(weight).sum()
-        return batches, weight
+            totals += self.totals(self.cut_blocks(batch).counted).to(device)
+        return batches, self.accelerator.reduce(totals)
 
     def draw_anchors(self, batch: dict, generator: torch.Generator):
         """Adds `anchors` and `anchor_valid` `[N, A]` to a batch."""
@@ -97,23 +108,31 @@ class XPressTrainer(Trainer):
 
     def slot_weights(self, counted: torch.Tensor) -> torch.Tensor:
         """The position weights of the draft slots that count `[..., P]`, from `counted` `[..., B]`."""
+        if self.args.dpace_alpha is not None:  # what the drafter's confidence is still to weigh
+            return counted[..., 1:].float()
         return counted[..., 1:] * position_weights(counted.shape[-1], self.args.gamma, counted.device)
 
+    def totals(self, counted: torch.Tensor) -> torch.Tensor:
+        """What divides the refined terms and the base term `[2]`: the sums of their slots' weights."""
+        weight = self.slot_weights(counted).sum()
+        return torch.stack([weight, counted[..., 1:].sum().to(weight) if self.args.undecayed_anchor else weight])
+
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
+        totals = self.totals(self.cut_blocks(inputs).counted) if num_items_in_batch is None else num_items_in_batch
+        anchor_scale = totals[0] / totals[1] if self.args.undecayed_anchor else 1.0
         with self.accelerator.autocast():
-            loss, terms = self.objective(model, inputs)
-        loss = loss / (terms.weight if num_items_in_batch is None else num_items_in_batch)
-        if self.args.world_size > 1:
-            loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
+            loss, _ = self.objective(model, inputs, anchor_scale)
+        loss = loss / totals[0] * self.args.world_size  # gradients are averaged over processes
         return (loss, {"loss": loss}) if return_outputs else loss
 
-    def lambda_anchor(self) -> float:
-        """The base term's weight now: linear from start to end over the whole training."""
-        progress = self.state.global_step / max(self.state.max_steps, 1)
-        start, end = self.args.lambda_anchor_start, self.args.lambda_anchor_end
-        return start + (end - start) * min(progress, 1.0)
+    def lambda_anchor(self, progress: float) -> float:
+        """The base term's weight at a point of the training, from 0 to 1."""
+        args = self.args
+        return scheduled(args.lambda_anchor_schedule, args.lambda_anchor_start, args.lambda_anchor_end, progress)
 
-    def objective(self, model, inputs: dict, drafting: bool = False) -> tuple[torch.Tensor, ObjectiveTerms]:
+    def objective(
+        self, model, inputs: dict, anchor_scale: float | torch.Tensor = 1.0, drafting: bool = False
+    ) -> tuple[torch.Tensor, ObjectiveTerms]:
         """
         The objective of one batch, which has its anchors: the loss summed over slots, and its terms, which are also
         added to the sums that `log` averages. With `drafting`, so is what the drafter itself would draft.
@@ -131,20 +150,32 @@ class XPressTrainer(Trainer):
             num_rounds=self.args.num_rounds,
             ce_weight=self.args.ce_weight,
             lambda_c=self.args.lambda_consistency,
-            lambda_b=self.lambda_anchor(),
+            lambda_b=anchor_scale * self.lambda_anchor(self.state.global_step / max(self.state.max_steps, 1)),
         )
 
         def draft_and_compare(drafter: XPressModel):
             h_NABH = draft_blocks(drafter, self.target, features, blocks, inputs["attention_mask"])
             h_MBH = h_NABH[blocks.valid]
-            loss, terms = bounded_objective(drafter.refiner, h_MBH, objective_inputs)
+            loss, terms = self.weighted_objective(drafter, h_MBH, objective_inputs)
             return loss, terms, own_draft(drafter, h_MBH, objective_inputs) if drafting else terms.guesses[-1]
 
         loss, terms, draft_MP = inside_forward(model, draft_and_compare)
         truth = objective_inputs.tokens_MB[:, 1:], counted_MB[:, 1:]
-        self._sums.add_terms(terms, *truth)
+        self._sums.add_terms(terms, self.totals(counted_MB), *truth)
         self._sums.add_draft(draft_MP, *truth)
         return loss, terms
+
+    def weighted_objective(self, drafter: XPressModel, h_MBH: torch.Tensor, inputs: ObjectiveInputs):
+        """`bounded_objective` with the weights that the arguments ask for."""
+        counted_MP = inputs.weights_MP > 0
+        if self.args.dpace_alpha is not None:
+            q_MP = label_probabilities(drafter, h_MBH, inputs)
+            inputs = inputs._replace(weights_MP=dpace_weights(q_MP, counted_MP, self.args.dpace_alpha))
+        if not self.args.undecayed_anchor:
+            return bounded_objective(drafter.refiner, h_MBH, inputs)
+        loss, terms = bounded_objective(drafter.refiner, h_MBH, inputs._replace(lambda_b=0.0))
+        base_loss, base = bounded_objective(None, h_MBH, inputs._replace(weights_MP=counted_MP.float()))
+        return loss + inputs.lambda_b * base_loss, terms._replace(anchor=base.teacher_forced)
 
     def head(self, h: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The target's head on states `[..., H]`, wherever it stands."""
@@ -191,7 +222,7 @@ class XPressTrainer(Trainer):
             training.started += time.perf_counter() - self._sums.started
             self._sums = training
         terms = ObjectiveTerms(means["loss_teacher_forced"], means["loss_consistency"], means["loss_anchor"], 1.0, [])
-        means["loss"] = terms.loss(self.args.lambda_consistency, self.args.lambda_anchor_end)
+        means["loss"] = terms.loss(self.args.lambda_consistency, self.lambda_anchor(progress=1.0))
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
         return output
 
@@ -243,4 +274,14 @@ def _check_drafter(drafter: XPressModel):
         raise ValueError(
             f"the drafter's parameters are {sorted(map(str, dtypes))}, expected torch.float32: at these learning rates "
             "bf16 weights stop moving. Load it with `dtype=torch.float32`, and set `bf16=True` for the arithmetic."
+        )
+
+
+def _check_options(drafter: XPressModel, args: XPressTrainingArguments, kwargs: dict):
+    """Raises for options that would be ignored."""
+    if args.undecayed_anchor and bare_drafter(drafter).refiner is None:
+        raise ValueError("`undecayed_anchor` is set, but without a refiner the base's is the only term: leave it out.")
+    if args.backbone_lr_scale != 1.0 and kwargs.get("optimizers", (None, None))[0] is not None:
+        raise ValueError(
+            f"`backbone_lr_scale` is {args.backbone_lr_scale}, but `optimizers` brings its own rates: leave one out."
         )

@@ -136,10 +136,10 @@ def test_denominator_is_the_weight_of_the_whole_accumulated_batch():
     expected = (e[:3].sum() + e[:2].sum() + e[0]) + 2 * e[0]
     for size in (1, 2):
         batches = iter([trainer.data_collator(rows[i : i + size]) for i in range(0, 2, size)])
-        seen, weight = trainer.get_batch_samples(batches, 2, torch.device("cpu"))
+        seen, weights = trainer.get_batch_samples(batches, 2, torch.device("cpu"))
         assert len(seen) == 2 // size and all(batch["anchor_valid"].any() for batch in seen)
-        assert weight.item() == pytest.approx(expected.item(), rel=1e-6)
-        losses = [trainer.compute_loss(trainer.model, batch, num_items_in_batch=weight) for batch in seen]
+        assert weights.tolist() == pytest.approx([expected.item()] * 2, rel=1e-6)
+        losses = [trainer.compute_loss(trainer.model, batch, num_items_in_batch=weights) for batch in seen]
         terms, _ = summed(trainer, seen)
         numerator = terms["teacher_forced"] + 0.3 * terms["consistency"] + 0.6 * terms["anchor"]
         assert sum(losses).item() * expected.item() == pytest.approx(numerator, rel=1e-6)

@@ -44,11 +44,11 @@ def make_run(folder, drafter=None, **kwargs):
     trainer = make_trainer(drafter, rows=make_rows(14), folder=folder, **{**RUN, **kwargs})
     objective, path = trainer.objective, Path(folder, "seen.jsonl")
 
-    def recorded(model, inputs):
+    def recorded(model, inputs, *args):
         with path.open("a") as file:
             entry = [trainer.state.global_step, inputs["input_ids"].tolist(), inputs["anchors"].tolist()]
             file.write(json.dumps(entry) + "\n")
-        return objective(model, inputs)
+        return objective(model, inputs, *args)
 
     trainer.objective = recorded
     return trainer, path

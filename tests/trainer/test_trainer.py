@@ -58,7 +58,7 @@ def test_schedule_of_the_base_terms_weight():
     for entry, weight in zip(losses(trainer), (0.6, 0.5, 0.4, 0.3)):
         expected = entry["loss_teacher_forced"] + 0.3 * entry["loss_consistency"] + weight * entry["loss_anchor"]
         assert entry["loss"] == pytest.approx(expected, rel=1e-5)
-    assert trainer.lambda_anchor() == pytest.approx(0.2)
+    assert trainer.lambda_anchor(progress=1.0) == pytest.approx(0.2)
 
 
 def test_logs_average_over_the_steps_they_cover():
