@@ -122,3 +122,11 @@ def block_attention_mask(
     own = torch.eye(A, dtype=torch.bool, device=anchors_NA.device)
     own = own.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1).expand(N, -1, -1)
     return torch.cat([context.repeat_interleave(block_size, 1), own], dim=-1)[:, None]
+
+
+def teacher_positions(blocks: Blocks, length: int) -> torch.Tensor:
+    """Where each draft slot is predicted from, position a + k - 1: flat indices of `[N * S]`, `[M, P]` for valid blocks."""
+    rows, _ = blocks.valid.nonzero(as_tuple=True)
+    slots = torch.arange(blocks.tokens.shape[2] - 1, device=rows.device)
+    positions = (blocks.anchors[blocks.valid][:, None] + slots).clamp_max(length - 1)
+    return rows[:, None] * length + positions

@@ -1,15 +1,44 @@
-"""What the drafter itself makes of a step's blocks, without gradient and in bounded memory: its tokens, its confidence.
+"""What the drafter makes of a step's blocks: states; and without gradient, in bounded memory, its tokens and confidence.
 
-Shapes: M blocks, B slots, P = B - 1 draft slots, H hidden.
+Shapes: N sequences, S positions, A anchors of a sequence, M blocks in all, B slots, P = B - 1 draft slots, H hidden,
+F = H * taps.
 """
 
 from collections.abc import Iterator
 
 import torch
+from transformers import PreTrainedModel
 
 from ..generation import resolve_block, resolve_left_to_right
 from ..modeling_xpress import XPressDrafterConfig, XPressModel, previous_tokens
+from .blocks import Blocks, block_attention_mask, document_positions
 from .bounded import CHUNK, ObjectiveInputs
+from .wrapping import to_target
+
+
+def draft_blocks(
+    drafter: XPressModel,
+    target: PreTrainedModel,
+    features_NSF: torch.Tensor,
+    blocks: Blocks,
+    attention_mask_NS: torch.Tensor,
+    document_ids_NS: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The backbone's normed states of all blocks `[N, A, B, H]`, in one pass over context and blocks."""
+    N, A, B = blocks.tokens.shape
+    noise_ids = torch.full_like(blocks.tokens, drafter.config.mask_token_id)
+    noise_ids[..., 0] = blocks.tokens[..., 0]
+    noise_embeds = target.get_input_embeddings()(to_target(target, noise_ids.flatten(1)))
+    if document_ids_NS is None:
+        document_ids_NS = torch.zeros_like(attention_mask_NS)
+    mask = block_attention_mask(blocks.anchors, blocks.valid, B, attention_mask_NS, document_ids_NS)
+    h = drafter.forward(
+        noise_embeds=noise_embeds.to(device=features_NSF.device, dtype=drafter.dtype),
+        context_hidden_states=features_NSF.to(drafter.dtype),
+        position_ids=torch.cat([document_positions(document_ids_NS), blocks.positions.flatten(1)], dim=1),
+        attention_mask=mask,
+    ).last_hidden_state
+    return h.view(N, A, B, -1)
 
 
 def block_chunks(

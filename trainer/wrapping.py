@@ -48,6 +48,11 @@ def inside_forward(model: nn.Module, function: Callable):
 
 def freeze_target(target: PreTrainedModel, device: torch.device) -> PreTrainedModel:
     """The target without gradients, in eval mode, on `device`; one that was placed or quantised at load stays there."""
+    if isinstance(target, PeftModel) and target.active_peft_config.is_prompt_learning:
+        raise ValueError(
+            f"the target has a {target.peft_type.value} adapter, whose learned prompt the drafter's positions do not know: "
+            "expected one that changes the weights, such as LoRA."
+        )
     target.eval().requires_grad_(False)
     placed = hasattr(target, "hf_device_map") or (hasattr(target, "hf_quantizer") and target.hf_quantizer is not None)
     return target if placed else target.to(device)

@@ -7,17 +7,19 @@ import time
 from functools import partial
 
 import torch
+from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
 
 from ..generation.pairing_xpress import check_pair
 from ..modeling_xpress import XPressModel, base_logits, context_features, states_to_keep
+from .adapters import adapt
 from .arguments import XPressTrainingArguments
-from .blocks import Blocks, block_attention_mask, cut_blocks, document_positions, sample_anchors, spread_anchors
+from .blocks import Blocks, cut_blocks, sample_anchors, spread_anchors, teacher_positions
 from .bounded import ObjectiveInputs, bounded_objective
 from .checkpoints import CloseLogAtSave, check_resumable, last_whole_checkpoint
 from .data import XPressCollator, check_rows
-from .drafting import label_probabilities, own_draft
+from .drafting import draft_blocks, label_probabilities, own_draft
 from .metrics import Sums
 from .objective import ObjectiveTerms, position_weights
 from .weighting import dpace_weights, freeze_backbone, scale_backbone_rate, scheduled
@@ -32,12 +34,21 @@ class XPressTrainer(Trainer):
     Trains a drafter on rows of `input_ids` and `loss_mask`.
 
     Args:
-        drafter (`XPressModel`): Trained in full; fp32 parameters.
-        target (`PreTrainedModel`): Frozen. Only read.
+        drafter (`XPressModel`): Trained in full, or in an adapter; fp32 parameters.
+        target (`PreTrainedModel` or `PeftModel`): Frozen. Only read.
         args (`XPressTrainingArguments`), train_dataset, eval_dataset, kwargs: As `Trainer`.
+        peft_config (`PeftConfig`, *optional*): Trains an adapter on the backbone, and the refiner in full (`adapt`).
     """
 
-    def __init__(self, drafter: XPressModel, target: PreTrainedModel, args: XPressTrainingArguments, **kwargs):
+    def __init__(
+        self,
+        drafter: XPressModel,
+        target: PreTrainedModel,
+        args: XPressTrainingArguments,
+        *,
+        peft_config: PeftConfig | None = None,
+        **kwargs,
+    ):
         _check_drafter(drafter)
         check_pair(drafter, target)
         for name in ("train_dataset", "eval_dataset"):
@@ -45,9 +56,11 @@ class XPressTrainer(Trainer):
             for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
                 if dataset is not None:
                     check_rows(dataset)
+        if peft_config is not None:
+            drafter = adapt(drafter, peft_config)
+        _check_options(drafter, args, kwargs)
         if args.freeze_backbone:
             freeze_backbone(drafter)
-        _check_options(drafter, args, kwargs)
         self.target = freeze_target(target, args.device)
         kwargs.setdefault("data_collator", XPressCollator())
         super().__init__(model=drafter, args=args, **kwargs)
@@ -235,39 +248,6 @@ class XPressTrainer(Trainer):
         super().log(logs, start_time)
 
 
-def draft_blocks(
-    drafter: XPressModel,
-    target: PreTrainedModel,
-    features_NSF: torch.Tensor,
-    blocks: Blocks,
-    attention_mask_NS: torch.Tensor,
-    document_ids_NS: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The backbone's normed states of all blocks `[N, A, B, H]`, in one pass over context and blocks."""
-    N, A, B = blocks.tokens.shape
-    noise_ids = torch.full_like(blocks.tokens, drafter.config.mask_token_id)
-    noise_ids[..., 0] = blocks.tokens[..., 0]
-    noise_embeds = target.get_input_embeddings()(to_target(target, noise_ids.flatten(1)))
-    if document_ids_NS is None:
-        document_ids_NS = torch.zeros_like(attention_mask_NS)
-    mask = block_attention_mask(blocks.anchors, blocks.valid, B, attention_mask_NS, document_ids_NS)
-    h = drafter.forward(
-        noise_embeds=noise_embeds.to(device=features_NSF.device, dtype=drafter.dtype),
-        context_hidden_states=features_NSF.to(drafter.dtype),
-        position_ids=torch.cat([document_positions(document_ids_NS), blocks.positions.flatten(1)], dim=1),
-        attention_mask=mask,
-    ).last_hidden_state
-    return h.view(N, A, B, -1)
-
-
-def teacher_positions(blocks: Blocks, length: int) -> torch.Tensor:
-    """Where each draft slot is predicted from, position a + k - 1: flat indices of `[N * S]`, `[M, P]` for valid blocks."""
-    rows, _ = blocks.valid.nonzero(as_tuple=True)
-    slots = torch.arange(blocks.tokens.shape[2] - 1, device=rows.device)
-    positions = (blocks.anchors[blocks.valid][:, None] + slots).clamp_max(length - 1)
-    return rows[:, None] * length + positions
-
-
 def _check_drafter(drafter: XPressModel):
     dtypes = {p.dtype for p in drafter.parameters()}
     if dtypes != {torch.float32}:
@@ -281,6 +261,10 @@ def _check_options(drafter: XPressModel, args: XPressTrainingArguments, kwargs: 
     """Raises for options that would be ignored."""
     if args.undecayed_anchor and bare_drafter(drafter).refiner is None:
         raise ValueError("`undecayed_anchor` is set, but without a refiner the base's is the only term: leave it out.")
+    if args.freeze_backbone and isinstance(drafter, PeftModel):
+        raise ValueError(
+            "`freeze_backbone` is set, but the drafter trains in an adapter, which is the backbone's: leave one out."
+        )
     if args.backbone_lr_scale != 1.0 and kwargs.get("optimizers", (None, None))[0] is not None:
         raise ValueError(
             f"`backbone_lr_scale` is {args.backbone_lr_scale}, but `optimizers` brings its own rates: leave one out."

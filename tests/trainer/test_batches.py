@@ -23,8 +23,9 @@ from training import (
 )
 from xpress_drafter.modeling_xpress import base_logits
 from xpress_drafter.trainer import ObjectiveInputs, XPressCollator, cut_blocks, position_weights, sample_anchors
+from xpress_drafter.trainer.blocks import teacher_positions
 from xpress_drafter.trainer.bounded import bounded_objective
-from xpress_drafter.trainer.xpress_trainer import draft_blocks, teacher_positions
+from xpress_drafter.trainer.drafting import draft_blocks
 
 
 TERMS = ("teacher_forced", "consistency", "anchor", "weight")

@@ -7,8 +7,8 @@ import torch
 from rig import BLOCK, HIDDEN, MASK_TOKEN, TAPS, VOCAB, make_drafter, target
 from training import EVERY, batch_of, make_trainer
 from xpress_drafter.trainer import block_attention_mask, cut_blocks, sample_anchors
-from xpress_drafter.trainer.blocks import document_positions
-from xpress_drafter.trainer.xpress_trainer import draft_blocks, teacher_positions
+from xpress_drafter.trainer.blocks import document_positions, teacher_positions
+from xpress_drafter.trainer.drafting import draft_blocks
 
 
 LENGTH = 12

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from rig import make_drafter, plain, prompt, target
-from training import fresh_process, hashes, losses, make_rows, make_trainer, moved
-from transformers import TrainerCallback
+from training import Stop, fresh_process, hashes, losses, make_rows, make_trainer, moved
 from xpress_drafter.trainer import checkpoints
 from xpress_drafter.trainer.optimizer import MuonAdamW
 
@@ -27,16 +26,6 @@ RUN = {
     "save_strategy": "steps",
     "save_steps": 5,
 }
-
-
-class Stop(TrainerCallback):
-    """Ends the run after that many steps."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
 
 
 def make_run(folder, drafter=None, **kwargs):

@@ -60,7 +60,7 @@ def make_args(folder=None, **kwargs) -> XPressTrainingArguments:
     return XPressTrainingArguments(folder, **{**defaults, **kwargs})
 
 
-PARTS = ("eval_dataset", "callbacks", "data_collator", "optimizers")
+PARTS = ("eval_dataset", "callbacks", "data_collator", "optimizers", "peft_config")
 
 
 def make_trainer(drafter=None, model=None, rows=None, folder=None, **kwargs) -> XPressTrainer:
@@ -74,6 +74,16 @@ def make_trainer(drafter=None, model=None, rows=None, folder=None, **kwargs) -> 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+class Stop(TrainerCallback):
+    """Ends the run after that many steps."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
 
 
 class Gradients(TrainerCallback):
