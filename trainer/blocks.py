@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 
 class Blocks(NamedTuple):
@@ -112,7 +113,8 @@ def block_attention_mask(
     Who sees whom, `[N, 1, A * B, S + A * B]`, True where visible; keys are the context, then all blocks.
 
     Slot (n, k) sees context j iff j < a_n, in the same document and no padding, and every slot of its own block.
-    The slots of an anchor that is none see themselves alone, so that no softmax is empty.
+    The slots of an anchor that is none see themselves alone, so that no softmax is empty. One byte an entry, whatever
+    the number of heads; `flex_block_mask` says the same in far less.
     """
     (N, A), S = anchors_NA.shape, attention_mask_NS.shape[1]
     context = torch.arange(S, device=anchors_NA.device) < anchors_NA[..., None]  # [N, A, S]
@@ -122,6 +124,27 @@ def block_attention_mask(
     own = torch.eye(A, dtype=torch.bool, device=anchors_NA.device)
     own = own.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1).expand(N, -1, -1)
     return torch.cat([context.repeat_interleave(block_size, 1), own], dim=-1)[:, None]
+
+
+def flex_block_mask(
+    anchors_NA: torch.Tensor,
+    valid_NA: torch.Tensor,
+    block_size: int,
+    attention_mask_NS: torch.Tensor,
+    document_ids_NS: torch.Tensor,
+) -> BlockMask:
+    """`block_attention_mask` for `flex_attention`, which skips the tiles that nobody sees."""
+    (N, A), S = anchors_NA.shape, attention_mask_NS.shape[1]
+    real_NS, anchor_documents_NA = attention_mask_NS.bool(), document_ids_NS.gather(1, anchors_NA)
+
+    def visible(n, head, query, key):
+        block, position = query // block_size, key.clamp_max(S - 1)
+        context = (key < anchors_NA[n, block]) & valid_NA[n, block] & real_NS[n, position]
+        context = context & (document_ids_NS[n, position] == anchor_documents_NA[n, block])
+        return torch.where(key < S, context, (key - S) // block_size == block)
+
+    length = A * block_size
+    return create_block_mask(visible, N, None, length, S + length, device=anchors_NA.device)
 
 
 def teacher_positions(blocks: Blocks, length: int) -> torch.Tensor:

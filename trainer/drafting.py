@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..generation import resolve_block, resolve_left_to_right
 from ..modeling_xpress import XPressDrafterConfig, XPressModel, previous_tokens
-from .blocks import Blocks, block_attention_mask, document_positions
+from .blocks import Blocks, block_attention_mask, document_positions, flex_block_mask
 from .bounded import CHUNK, ObjectiveInputs
 from .wrapping import to_target
 
@@ -31,12 +31,13 @@ def draft_blocks(
     noise_embeds = target.get_input_embeddings()(to_target(target, noise_ids.flatten(1)))
     if document_ids_NS is None:
         document_ids_NS = torch.zeros_like(attention_mask_NS)
-    mask = block_attention_mask(blocks.anchors, blocks.valid, B, attention_mask_NS, document_ids_NS)
+    flex = drafter.config._attn_implementation == "flex_attention"
+    make_mask = flex_block_mask if flex else block_attention_mask
     h = drafter.forward(
         noise_embeds=noise_embeds.to(device=features_NSF.device, dtype=drafter.dtype),
         context_hidden_states=features_NSF.to(drafter.dtype),
         position_ids=torch.cat([document_positions(document_ids_NS), blocks.positions.flatten(1)], dim=1),
-        attention_mask=mask,
+        attention_mask=make_mask(blocks.anchors, blocks.valid, B, attention_mask_NS, document_ids_NS),
     ).last_hidden_state
     return h.view(N, A, B, -1)
 

@@ -94,14 +94,15 @@ def test_targets_and_arithmetic_in_bf16(dtype, bf16):
 
 
 def test_activation_checkpointing():
-    """The same gradients, and every drafter layer computed twice."""
-    recorded, computed = Gradients(), []
+    """The same loss and gradients, and every drafter layer computed twice."""
+    recorded, computed, logged = Gradients(), [], []
     for kwargs in ({}, {"gradient_checkpointing": True}):
         trainer = make_trainer(callbacks=[recorded], max_grad_norm=0.0, **kwargs)
         for layer in trainer.model.layers:
             layer.mlp.register_forward_pre_hook(lambda module, args, kwargs=kwargs: computed.append(len(kwargs)))
         trainer.train()
-    assert computed == [0] * 2 + [1] * 4
+        logged.append(losses(trainer)[0]["loss"])
+    assert computed == [0] * 2 + [1] * 4 and logged[0] == pytest.approx(logged[1], rel=1e-6)
     assert_close(recorded.steps[1], recorded.steps[0])
 
 
