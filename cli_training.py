@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 
 
 training_app = typer.Typer()
@@ -111,3 +112,67 @@ class AnswerProgress:
         start, before = self.begun
         speed = (tokens - before) / max(time.perf_counter() - start, 1e-9)
         self.bar.update(self.task, completed=done, speed=speed)
+
+
+@training_app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="Name of a shipped recipe, or path of a YAML file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Other values for its fields.")
+    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As KEY=VALUE.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option(help="Count parameters, memory, tokens and steps; load no weights.")
+    ] = False,
+    devices: Annotated[
+        int, typer.Option(min=1, help="Of the dry run; `accelerate launch` says it to a real one.")
+    ] = 1,
+):
+    """A drafter for a target, from a recipe: tiny, smollm2-135m, qwen3-8b-b16, qwen3-8b-adapt or your own."""
+    from transformers.utils import logging
+
+    from .trainer.plan import make_plan
+    from .trainer.recipes import parse_overrides, read_recipe, run, save_drafter
+
+    logging.disable_progress_bar()
+    try:
+        chosen = read_recipe(recipe, parse_overrides([*(overrides or []), *(settings or [])]))
+        if devices > 1 and not dry_run:
+            raise ValueError(f"`--devices` is {devices} without `--dry-run`, expected `accelerate launch` to say it.")
+        if dry_run:
+            show_plan(make_plan(chosen, devices), devices)
+            return
+        trainer = run(chosen)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    folder = save_drafter(trainer)
+    taus = {
+        key: value for entry in trainer.state.log_history for key, value in entry.items() if key.startswith("tau_pass")
+    }
+    last = ", ".join(f"{value:.2f} at K = {key.removeprefix('tau_pass_')}" for key, value in taus.items())
+    console.print(
+        f"{trainer.state.global_step} steps; the drafter lies in {folder}. Simulated tau on the last logged training rows "
+        f"(accepted + 1): {last or 'none logged'}."
+    )
+
+
+def show_plan(plan, devices: int):
+    """Prints what a recipe will take."""
+    table = Table(title=f"On {devices} device{'s' if devices > 1 else ''}, nothing loaded", show_header=False)
+    table.add_column(), table.add_column(justify="right")
+    for name, count in plan.parameters.items():
+        table.add_row(f"parameters, {name}", f"{count / 1e6:,.1f} M")
+    table.add_section()
+    for name, count in (
+        ("rows", plan.rows),
+        ("tokens in them", plan.tokens),
+        ("rows a step", plan.rows_per_step),
+        ("steps", plan.steps),
+        ("tokens read in all", plan.tokens_read),
+    ):
+        table.add_row(name, f"{count:,}")
+    table.add_section()
+    for name, size in plan.memory.items():
+        table.add_row(f"memory a device, {name}", f"{size / 2**30:.2f} GiB")
+    table.add_row("memory a device, in all", f"{sum(plan.memory.values()) / 2**30:.2f} GiB")
+    console.print(table)

@@ -115,7 +115,7 @@ def write_rows(
         conversations: As `read_conversations` gives them.
         on_batch: Called after each batch, and before the first, with the conversations done and the tokens supervised.
     """
-    tokenizer = load_tokenizer(settings)
+    tokenizer = load_tokenizer(settings.target, settings.revision)
     config = AutoConfig.from_pretrained(settings.target, revision=settings.revision)
     settings = settings.within(config.get_text_config(decoder=True).max_position_embeddings)
     make = GivenAnswers if settings.answers == "given" else TargetAnswers
@@ -279,12 +279,12 @@ def with_ids(index: int, rows: list[dict]) -> list[dict]:
     return [{"id": f"{index}.{part}" if part else str(index), **row} for part, row in enumerate(rows)]
 
 
-def load_tokenizer(settings: AnswerSettings) -> PreTrainedTokenizerBase:
+def load_tokenizer(target: str, revision: str | None) -> PreTrainedTokenizerBase:
     """The target's tokenizer, padding on the left; raises without a chat template."""
-    tokenizer = AutoTokenizer.from_pretrained(settings.target, revision=settings.revision, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(target, revision=revision, padding_side="left")
     if tokenizer.chat_template is None:
         raise ValueError(
-            f"the tokenizer of {settings.target} has no chat template, expected one: without it nobody knows what the "
+            f"the tokenizer of {target} has no chat template, expected one: without it nobody knows what the "
             "target is asked. Save the tokenizer with the `chat_template` that the target is used with."
         )
     if tokenizer.pad_token is None:

@@ -13,23 +13,16 @@ import re
 from collections import Counter
 from pathlib import Path
 
-import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup, set_seed
 
-from ..generation import XPressDrafterModel
 from .answers import AnswerSettings, write_rows
-from .optimizer import MuonAdamW
+from .recipes import read_recipe, run, save_drafter
 from .row_folder import load_rows
 from .tiny_target import read_rows, split, train_target
-from .xpress_trainer import XPressTrainer, XPressTrainingArguments
 
 
 TARGET_STEPS = 3000
-DRAFTER_STEPS = 8000
 VARIATIONS = 2  # of every training question
-BLOCK_SIZE = 8
-TAPS = [2, 5, 8]
 MAX_ANSWER = 160  # tokens; nine of ten training answers end before
 
 
@@ -43,7 +36,7 @@ def build_tiny(data: Path, out: Path, seed: int = 0) -> None:
     answers, manifest = answer(vary_questions([row["question"] for row in trained], VARIATIONS, seed), out, "answers")
     answer([row["question"] for row in held_out], out, "held-out")  # what `xpress study` measures on
     if not (out / "drafter" / "model.safetensors").exists():
-        train_drafter(out, answers, DRAFTER_STEPS, seed)
+        train_drafter(out, seed)
     log = {part: json.loads((work / f"{part}-log.json").read_text()) for part in ("target", "drafter")}
     log["answers"] = {"rows": len(answers), "tokens": manifest["counts"]["supervised_tokens"]}
     (out / "log.json").write_text(json.dumps(log, indent=1))
@@ -96,40 +89,12 @@ def _names(questions: list[str]) -> list[str]:
     return sorted(word for word, count in inside.items() if count >= 3 and word.lower() not in other)
 
 
-def train_drafter(out: Path, answers: Dataset, steps: int, seed: int) -> None:
-    """Trains the drafter on `answers` and saves it in bf16 under `out/drafter`."""
-    set_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(out / "target")
-    target = AutoModelForCausalLM.from_pretrained(out / "target", dtype=torch.bfloat16)
-    drafter = XPressDrafterModel.for_target(
-        target,
-        mask_token_id=tokenizer.mask_token_id,
-        num_hidden_layers=2,
-        target_layer_ids=TAPS,
-        block_size=BLOCK_SIZE,
-        xpress_rank=64,
-        xpress_mlp_hidden=128,
-    )
-    work, checkpoints = out / "work", out / "work" / "drafter-checkpoints"
-    args = XPressTrainingArguments(
-        output_dir=str(checkpoints),
-        max_steps=steps,
-        per_device_train_batch_size=2,
-        train_sampling_strategy="group_by_length",
-        num_anchors=40,
-        bf16=True,
-        logging_steps=100,
-        save_steps=500,
-        save_total_limit=1,
-        report_to=[],
-        seed=seed,
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    optimizer = MuonAdamW(drafter.named_parameters(), muon_lr=0.02, adamw_lr=3e-3)
-    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=40, num_training_steps=steps)
-    trainer = XPressTrainer(drafter, target, args, train_dataset=answers, optimizers=(optimizer, schedule))
-    trainer.train(resume_from_checkpoint=any(checkpoints.glob("checkpoint-*")))
-    drafter.bfloat16().save_pretrained(out / "drafter")
+def train_drafter(out: Path, seed: int) -> None:
+    """Trains the drafter by the recipe `tiny` and saves it in bf16 under `out/drafter`."""
+    work = out / "work"
+    own = {"target": out / "target", "data": work / "answers", "output_dir": work / "drafter-checkpoints"}
+    recipe = read_recipe("tiny", {key: str(path) for key, path in own.items()} | {"seed": seed, "disable_tqdm": True})
+    trainer = run(recipe)
+    save_drafter(trainer, out / "drafter")
     history = [{key: round(float(value), 5) for key, value in row.items()} for row in trainer.state.log_history]
     (work / "drafter-log.json").write_text(json.dumps(history, indent=1))

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are supervised. Rows are written as text, what counts in capitals (`;` has none: see `ends`)."""
+"""Which tokens of a conversation are supervised. Rows are written as text, what counts in capitals, a counted `;` as `END`."""
 
 import pytest
 from chatting import END, MARKED, PLAIN, THINKING, chat, spoken, template, word_tokenizer
