@@ -1,11 +1,6 @@
-"""How rows are batched changes nothing: padding, packing, gradient accumulation, several processes."""
+"""How rows are batched changes nothing: padding, packing, gradient accumulation."""
 
-import faulthandler
-import os
-import socket
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +10,7 @@ from training import (
     Gradients,
     assert_close,
     batch_of,
-    fresh_process,
     gradients,
-    losses,
     make_rows,
     make_trainer,
 )
@@ -144,51 +137,3 @@ def test_denominator_is_the_weight_of_the_whole_accumulated_batch():
         terms, _ = summed(trainer, seen)
         numerator = terms["teacher_forced"] + 0.3 * terms["consistency"] + 0.6 * terms["anchor"]
         assert sum(losses).item() * expected.item() == pytest.approx(numerator, rel=1e-6)
-
-
-def run_process(rank: str, port: str, folder: str):
-    """One of two processes: half of the rows of every step, then half of an evaluation."""
-    faulthandler.dump_traceback_later(100, exit=True)  # a process that waits for ever says where
-    torch.set_num_threads(1)
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= world
-    trainer = processes_trainer(2)
-    assert trainer.args.world_size == 2 and trainer.args.process_index == int(rank)
-    trainer.train()
-    metrics = trainer.evaluate()
-    if rank == "0":
-        torch.save((trainer.model.state_dict(), losses(trainer), metrics), Path(folder, "result.pt"))
-    sys.stdout.flush()
-    os._exit(0)  # taking down the group and the interpreter is not what is tested, and has hung on a busy machine
-
-
-def processes_trainer(batch_size: int):
-    return make_trainer(
-        eval_dataset=make_rows(5, seed=1),  # the second process's last batch only repeats rows
-        num_anchors=EVERY,
-        per_device_train_batch_size=batch_size,
-        per_device_eval_batch_size=batch_size,
-        max_steps=3,
-        optim="sgd",
-        learning_rate=1e-3,
-    )
-
-
-def test_two_processes(tmp_path):
-    """Three steps of two rows each on two processes, against four rows on one: weights, logs, evaluation."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    both = [fresh_process("test_batches", "run_process", rank, port, tmp_path) for rank in (0, 1)]
-    assert [process.wait(timeout=120) for process in both] == [0, 0]
-    weights, log, metrics = torch.load(tmp_path / "result.pt", weights_only=False)
-    alone = processes_trainer(4)
-    alone.train()
-    expected = alone.evaluate()
-    for name, tensor in alone.model.state_dict().items():
-        torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6)
-    assert len(log) == 3
-    for ours, theirs in zip(log, losses(alone)):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-    for name in ("eval_loss", "eval_loss_consistency", "eval_tau", "eval_tau_pass_0", "eval_acceptance_slot_1"):
-        assert metrics[name] == pytest.approx(expected[name], rel=1e-5)
