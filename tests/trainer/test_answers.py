@@ -215,6 +215,17 @@ def test_seeds(target_folder, tmp_path):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_sampling_is_from_the_whole_distribution_and_anew_in_every_batch(target_folder, tmp_path):
+    """At a temperature that levels it: all of the vocabulary comes, and no two batches draw the same."""
+    settings = {**SETTINGS, "temperature": 100.0, "max_new_tokens": 3, "batch_size": 100}
+    rows, _ = make(target_folder, tmp_path, prompts(1) * 300, **settings)
+    first = len(prompt_ids(TOKENIZER, prompts(1)[0]))
+    assert len({row["input_ids"][first] for row in rows}) > 80  # of 96; Transformers' default keeps 50
+    by_id = {int(row["id"]): row["input_ids"] for row in rows}
+    same = [by_id[i] == by_id[i + 100] for i in range(200) if {i, i + 100} <= by_id.keys()]
+    assert len(same) > 100 and sum(same) < 10
+
+
 # Settings.
 
 
