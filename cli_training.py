@@ -146,6 +146,8 @@ def train(
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     folder = save_drafter(trainer)
+    if not trainer.is_world_process_zero():
+        return
     taus = {
         key: value for entry in trainer.state.log_history for key, value in entry.items() if key.startswith("tau_pass")
     }

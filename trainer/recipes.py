@@ -225,12 +225,19 @@ def run(recipe: Recipe) -> XPressTrainer:
 def save_drafter(trainer: XPressTrainer, folder: Path | None = None) -> Path:
     """Saves the trained drafter in bf16, ready for `generate` and the Hub, an adapter also merged; returns its folder."""
     folder = Path(trainer.args.output_dir) / "drafter" if folder is None else folder
-    if trainer.is_world_process_zero():
-        drafter = trainer.accelerator.unwrap_model(trainer.model)
-        if isinstance(drafter, PeftModel):
+    drafter = trainer.accelerator.unwrap_model(trainer.model)
+    if isinstance(drafter, PeftModel):
+        if trainer.is_world_process_zero():
             drafter.save_pretrained(folder.parent / "adapter")
-            drafter = drafter.merge_and_unload()
-        drafter.bfloat16().save_pretrained(folder)
+            drafter.merge_and_unload().bfloat16().save_pretrained(folder)
+        return folder
+    weights = trainer.accelerator.get_state_dict(
+        trainer.model_wrapped
+    )  # of all processes, where they hold a part each
+    if trainer.is_world_process_zero():
+        whole = XPressDrafterModel(drafter.config)
+        whole.load_state_dict(weights)
+        whole.bfloat16().save_pretrained(folder)
     return folder
 
 
