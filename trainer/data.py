@@ -35,7 +35,10 @@ def check_rows(rows) -> None:
 
 @dataclass
 class XPressCollator:
-    """Pads rows on the right: `input_ids`, `attention_mask` and `loss_mask` `[N, S]`. Other columns are left out."""
+    """
+    Pads rows on the right: `input_ids`, `attention_mask` and `loss_mask` `[N, S]`; of cached rows `features` and `states`
+    too. Other columns are left out.
+    """
 
     pad_token_id: int = 0
 
@@ -44,7 +47,8 @@ class XPressCollator:
             check_row(row)
         ids = [torch.as_tensor(row["input_ids"]) for row in rows]
         masks = [torch.as_tensor(row["loss_mask"]).bool() for row in rows]
-        return {
+        cached = [name for name in ("features", "states") if name in rows[0]]
+        return {name: pad_sequence([row[name] for row in rows], batch_first=True) for name in cached} | {
             "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad_token_id),
             "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
             "loss_mask": pad_sequence(masks, batch_first=True),

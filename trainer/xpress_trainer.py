@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.utils import logging
 
 from ..generation.pairing_xpress import check_pair
-from ..modeling_xpress import XPressModel, base_logits, context_features, states_to_keep
+from ..modeling_xpress import XPressModel, base_logits
 from .adapters import adapt
 from .arguments import XPressTrainingArguments
 from .blocks import Blocks, cut_blocks, sample_anchors, spread_anchors, teacher_positions
@@ -20,6 +20,7 @@ from .bounded import ObjectiveInputs, bounded_objective
 from .checkpoints import CloseLogAtSave, check_resumable, last_whole_checkpoint
 from .data import XPressCollator, check_rows
 from .drafting import draft_blocks, label_probabilities, own_draft
+from .feature_cache import read_states
 from .metrics import Sums
 from .objective import ObjectiveTerms, position_weights
 from .weighting import dpace_weights, freeze_backbone, scale_backbone_rate, scheduled
@@ -194,18 +195,12 @@ class XPressTrainer(Trainer):
         """The target's head on states `[..., H]`, wherever it stands."""
         return base_logits(self.target, to_target(self.target, h.to(dtype))).to(h.device)
 
-    @torch.no_grad()
     def read_target(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's features `[N, S, H * taps]` and its last states `[N, S, H]`, which its head reads."""
-        layer_ids = bare_drafter(self.model).config.target_layer_ids
-        outputs = self.target.get_decoder()(
-            input_ids=to_target(self.target, inputs["input_ids"]),
-            attention_mask=to_target(self.target, inputs["attention_mask"]),
-            output_hidden_states=states_to_keep(layer_ids),
-            use_cache=False,
-        )
-        features = context_features(outputs.hidden_states, layer_ids)
-        return features.to(self.args.device), outputs.last_hidden_state.to(self.args.device)
+        """The target's features and last states, from the batch where they are cached."""
+        if "features" in inputs:
+            return inputs["features"], inputs["states"]
+        features, states = read_states(self.target, bare_drafter(self.model).config.target_layer_ids, inputs)
+        return features.to(self.args.device), states.to(self.args.device)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         # As `Trainer`, except that the objective is summed for `evaluation_loop`, on anchors that are always the same,
