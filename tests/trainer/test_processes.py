@@ -23,8 +23,9 @@ ROWS = make_rows(8)
 LAUNCH = Path(trainer_room.__file__).parent / "launch"
 
 
-def make_run(batch_size: int, folder=None, **kwargs):
+def make_run(batch_size: int, folder=None, drafter=None, **kwargs):
     return make_trainer(
+        drafter,
         rows=ROWS,
         folder=folder,
         eval_dataset=make_rows(5, seed=1),  # the second process's last batch only repeats rows
@@ -39,15 +40,18 @@ def make_run(batch_size: int, folder=None, **kwargs):
 
 
 def run_process(rank: str, port: str, folder: str):
-    """One of two processes: half of the rows of every step, half of an evaluation, then half of a sharded step."""
+    """One of two processes: half of the rows of every step, of an evaluation, of a resumed run, of a sharded step."""
     faulthandler.dump_traceback_later(100, exit=True)  # a process that waits for ever says where
     torch.set_num_threads(1)
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= world
-    trainer = make_run(2, folder, save_strategy="steps", save_steps=3)
+    trainer = make_run(2, folder, save_strategy="steps", save_steps=2)
     assert trainer.args.world_size == 2 and trainer.args.process_index == int(rank)
     trainer.train()
     found = {"log": losses(trainer), "weights": hashes(trainer.model), "metrics": trainer.evaluate()}
+    resumed = make_run(2, folder, make_drafter(target(), seed=9))
+    resumed.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
+    found["resumed"] = {"log": losses(resumed), "weights": hashes(resumed.model)}
     found["sharded"] = sharded_step(trainer, Path(folder, "sharded"))
     torch.save(found, Path(folder, f"found-{rank}.pt"))
     sys.stdout.flush()
@@ -123,6 +127,14 @@ def test_checkpoint(both):
     assert tensors.keys() == both.alone.model.state_dict().keys()
     assert all(torch.equal(tensor, both.found[0]["weights"][name]) for name, tensor in tensors.items())
     AutoModel.from_pretrained(both.folder / "checkpoint-3")
+
+
+def test_resumed(both):
+    """From step 2 to 3 by new trainers with other weights: bit for bit."""
+    for found in both.found:
+        assert found["resumed"]["log"] == found["log"]
+        for name, tensor in found["weights"].items():
+            assert torch.equal(found["resumed"]["weights"][name], tensor)
 
 
 def test_sharded(both):
