@@ -1,10 +1,11 @@
 """Which terms and sizes matter: the tiny pair's drafter trained many ways for equally many steps, measured alike.
 
-    xpress study OUT
+    xpress study OUT ablation
 
-`OUT` is a folder of `xpress build-tiny`: its target, the answers that its drafter was trained on, and the answers to held-out
-questions, on which the simulated tau (accepted + 1) is measured, of the base logits and of what the drafter itself would draft. Every
-run is one line of `OUT/work/study/runs.jsonl`; a killed study goes on with the next run.
+`OUT` is a folder of `xpress build-tiny`: its target, the answers that its drafter was trained on, and the answers to
+held-out questions, on which the simulated tau (accepted + 1) is measured, of the base logits and of what the drafter
+itself would draft. Every run is the recipe `tiny` with some fields changed, and one line of `OUT/work/study/runs.jsonl`;
+a killed study goes on with the next run.
 """
 
 import json
@@ -12,112 +13,75 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
 
-from datasets import Dataset
-from transformers import PreTrainedModel, get_cosine_schedule_with_warmup, set_seed
-
-from ..generation import XPressDrafterModel
-from .optimizer import MuonAdamW
-from .xpress_trainer import XPressTrainer, XPressTrainingArguments
+from .recipes import make_trainer, read_recipe
 
 
-DRAFTER = {
-    "num_hidden_layers": 2,
-    "target_layer_ids": [2, 5, 8],
-    "block_size": 8,
-    "xpress_rank": 64,
-    "xpress_mlp_hidden": 128,
-}
-ARGS = {"per_device_train_batch_size": 2, "num_anchors": 40, "train_sampling_strategy": "group_by_length"}
+FROZEN = "frozen"  # of a variant: the weights that stay as they start, by the end of their names
 
-
-class Variant(NamedTuple):
-    """What differs from the full objective on the tiny pair's drafter; weights named in `frozen` stay as they start."""
-
-    drafter: dict = {}
-    args: dict = {}
-    frozen: str = ""
-
-
+NO_REFINER = {"xpress_rank": None, "xpress_mlp_hidden": None}
 ABLATION = {
-    "full objective": Variant(),
-    "without consistency": Variant(args={"lambda_consistency": 0.0}),
-    "without anchor": Variant(args={"lambda_anchor_start": 0.0, "lambda_anchor_end": 0.0}),
-    "CE only": Variant(args={"ce_weight": 1.0}),
-    "no mixer": Variant(frozen="mix.L"),  # it starts at zero: slots read the token before them alone
-    "Markov head": Variant(drafter={"xpress_rank": None, "markov_rank": 64}),
-    "backbone only": Variant(drafter={"xpress_rank": None}),
+    "full objective": {},
+    "without consistency": {"lambda_consistency": 0.0},
+    "without anchor": {"lambda_anchor_start": 0.0, "lambda_anchor_end": 0.0},
+    "CE only": {"ce_weight": 1.0},
+    "no mixer": {FROZEN: "mix.L"},  # it starts at zero: a slot reads the one token before it alone
+    "Markov head": NO_REFINER | {"markov_rank": 96},
+    "backbone only": NO_REFINER,
 }
 CHOICES = {
-    "as shipped": Variant(),
-    "1 layer": Variant(drafter={"num_hidden_layers": 1}),
-    "3 layers": Variant(drafter={"num_hidden_layers": 3}),
-    "block 4": Variant(drafter={"block_size": 4}),
-    "block 16": Variant(drafter={"block_size": 16}),
-    "rank 16": Variant(drafter={"xpress_rank": 16, "xpress_mlp_hidden": 32}),
-    "rank 128": Variant(drafter={"xpress_rank": 128, "xpress_mlp_hidden": 256}),
-    "1 round": Variant(args={"num_rounds": 1}),
-    "6 rounds": Variant(args={"num_rounds": 6}),
-    "20 anchors": Variant(args={"num_anchors": 20}),
-    "80 anchors": Variant(args={"num_anchors": 80}),
+    "as shipped": {},
+    "1 layer": {"num_hidden_layers": 1},
+    "3 layers": {"num_hidden_layers": 3},
+    "block 4": {"block_size": 4},
+    "block 16": {"block_size": 16},
+    "rank 32": {"xpress_rank": 32, "xpress_mlp_hidden": 64},
+    "rank 192": {"xpress_rank": 192, "xpress_mlp_hidden": 384},
+    "1 round": {"num_rounds": 1},
+    "6 rounds": {"num_rounds": 6},
+    "20 anchors": {"num_anchors": 20},
+    "80 anchors": {"num_anchors": 80},
 }
 
 
 def run_study(
-    variants: dict[str, Variant],
-    seeds: Iterable[int],
-    target: PreTrainedModel,
-    mask_token_id: int,
-    rows: Dataset,
-    held_out: Dataset,
-    steps: int,
-    out: Path,
-    on_run=print,
+    variants: dict[str, dict], seeds: Iterable[int], folder: Path, steps: int, on_run=lambda run: None
 ) -> list[dict]:
-    """Trains what `out/runs.jsonl` does not hold yet, seed by seed; returns all its lines."""
-    path = out / "runs.jsonl"
-    out.mkdir(parents=True, exist_ok=True)
-    done = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    known = {(run["variant"], run["seed"], run["steps"]) for run in done}
+    """Trains what `folder/work/study/runs.jsonl` does not hold yet, seed by seed; returns the runs of these variants."""
+    path = folder / "work" / "study" / "runs.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    runs = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known = {(run["variant"], run["seed"], run["steps"]) for run in runs}
     for seed in seeds:
-        for name, variant in variants.items():
+        for name in variants:
             if (name, seed, steps) in known:
                 continue
-            run = {"variant": name, "seed": seed, "steps": steps}
-            run |= train_variant(variant, seed, target, mask_token_id, rows, held_out, steps, out)
+            run = {"variant": name, "seed": seed, "steps": steps, **train_variant(variants[name], seed, folder, steps)}
             with path.open("a") as file:
                 file.write(json.dumps(run) + "\n")
-            done.append(run)
+            runs.append(run)
             on_run(run)
-    return [run for run in done if run["steps"] == steps and run["variant"] in variants]
+    return [run for run in runs if run["steps"] == steps and run["variant"] in variants]
 
 
-def train_variant(variant: Variant, seed: int, target, mask_token_id: int, rows, held_out, steps: int, out: Path):
-    """One run: its metrics on the held-out answers, parameters, and seconds of training."""
-    set_seed(seed)
-    drafter = XPressDrafterModel.for_target(target, mask_token_id=mask_token_id, **(DRAFTER | variant.drafter))
-    for name, parameter in drafter.named_parameters():
-        parameter.requires_grad_(not (variant.frozen and name.endswith(variant.frozen)))
-    args = XPressTrainingArguments(
-        output_dir=str(out / "unused"),
-        max_steps=steps,
-        per_device_eval_batch_size=8,
-        bf16=True,
-        save_strategy="no",
-        report_to=[],
-        seed=seed,
-        use_cpu=True,
-        disable_tqdm=True,
-        logging_steps=steps,
-        **(ARGS | variant.args),
-    )
-    trained = [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
-    optimizer = MuonAdamW(trained, muon_lr=0.02, adamw_lr=3e-3)
-    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=40, num_training_steps=steps)
-    trainer = XPressTrainer(
-        drafter, target, args, train_dataset=rows, eval_dataset=held_out, optimizers=(optimizer, schedule)
-    )
+def train_variant(variant: dict, seed: int, folder: Path, steps: int) -> dict:
+    """One run: its tau on the held-out answers, the drafter's parameters, and the seconds of its training."""
+    settings = {
+        "target": str(folder / "target"),
+        "data": str(folder / "work" / "answers"),
+        "eval_data": str(folder / "work" / "held-out"),
+        "output_dir": str(folder / "work" / "study"),
+        "max_steps": steps,
+        "seed": seed,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": steps,
+    }
+    changes = {key: value for key, value in variant.items() if key != FROZEN}
+    trainer = make_trainer(read_recipe("tiny", settings | changes))
+    for name, parameter in trainer.model.named_parameters():
+        parameter.requires_grad_(FROZEN not in variant or not name.endswith(variant[FROZEN]))
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start
@@ -125,7 +89,7 @@ def train_variant(variant: Variant, seed: int, target, mask_token_id: int, rows,
     return {
         "tau_base": metrics["eval_tau_pass_0"],
         "tau": metrics["eval_tau"],
-        "parameters": drafter.num_parameters(),
+        "parameters": trainer.model.num_parameters(),
         "seconds": seconds,
     }
 

@@ -97,9 +97,8 @@ class XPressTrainer(Trainer):
         # same, and that the items are the weights of all slots that count in the global batch: the loss's denominators.
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         args = self.args
-        generator = torch.Generator().manual_seed(
-            (args.seed << 32) + self.state.global_step * args.world_size + args.process_index
-        )
+        draw = self.state.global_step * args.world_size + args.process_index
+        generator = torch.Generator().manual_seed((args.seed * 1_000_003 + draw) % 2**32)  # all that the CPU's reads
         totals = torch.zeros(2, device=device)
         for batch in batches:
             self.draw_anchors(batch, generator)

@@ -1,61 +1,69 @@
 """The study of variants, and the objective's benchmark, on shapes that take no time."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from datasets import Dataset
-from rig import MASK_TOKEN, target
-from training import make_rows
+from typer.testing import CliRunner
+from xpress_drafter.cli import TINY, app
 from xpress_drafter.trainer import study
 from xpress_drafter.trainer.benchmark import measure, objective_ways
-from xpress_drafter.trainer.study import ABLATION, CHOICES, Variant, run_study, study_table
+from xpress_drafter.trainer.recipes import make_trainer, read_recipe
+from xpress_drafter.trainer.study import ABLATION, CHOICES, run_study, study_table
+from xpress_drafter.trainer.tiny_pair import answer
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """The study's drafter cut down to the tests' target."""
-    sizes = {"num_hidden_layers": 1, "target_layer_ids": [1], "block_size": 4, "xpress_rank": 8, "xpress_mlp_hidden": 8}
-    monkeypatch.setattr(study, "DRAFTER", sizes)
-    monkeypatch.setattr(study, "ARGS", {"per_device_train_batch_size": 2, "num_anchors": 4})
-    return {
-        "target": target(),
-        "mask_token_id": MASK_TOKEN,
-        "rows": Dataset.from_list(make_rows(8)),
-        "held_out": Dataset.from_list(make_rows(4, seed=1)),
-    }
+QUESTIONS = ["Ann has 3 pens and buys 4 more. How many pens has she?", "Bo eats 2 of 9 figs. How many are left?"]
 
 
-def test_every_variant_trains_and_a_killed_study_goes_on(small, tmp_path):
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder as `xpress build-tiny` leaves it, of the shipped target and two questions."""
+    folder = tmp_path_factory.mktemp("tiny")
+    shutil.copytree(TINY / "target", folder / "target")
+    for name in ("answers", "held-out"):
+        assert len(answer(QUESTIONS, folder, name)[0]) == 2
+    return folder
+
+
+def test_every_variant_trains_and_a_killed_study_goes_on(built):
     told = []
-    runs = run_study(ABLATION, [0], **small, steps=2, out=tmp_path, on_run=told.append)
+    runs = run_study(ABLATION, [0], built, 1, told.append)
     assert [run["variant"] for run in runs] == [run["variant"] for run in told] == list(ABLATION)
     by_name = {run["variant"]: run for run in runs}
     assert all(run["tau"] >= 1 and run["tau_base"] >= 1 for run in runs)
     assert by_name["backbone only"]["parameters"] < by_name["Markov head"]["parameters"]
-    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
-    (tmp_path / "runs.jsonl").write_text("\n".join(lines[:-1]) + "\n")
-    again = run_study(ABLATION, [0], **small, steps=2, out=tmp_path, on_run=told.append)
+    path = built / "work" / "study" / "runs.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:-1]) + "\n")
+    again = run_study(ABLATION, [0], built, 1, told.append)
     assert told[len(ABLATION) :] == [again[-1]] and again[-1]["variant"] == "backbone only"
     measured = ("variant", "seed", "tau", "tau_base")
     assert [again[-1][key] for key in measured] == [json.loads(lines[-1])[key] for key in measured]
 
 
-def test_no_mixer_means_none(small, tmp_path):
-    torch.manual_seed(0)
-    kept = {}
+def test_the_command(built, monkeypatch):
+    """The runs as they end, then the table; a second call trains nothing."""
+    monkeypatch.setattr(study, "ABLATION", {"without consistency": ABLATION["without consistency"]})
+    arguments = ["study", str(built), "ablation", "--steps", "2", "--seeds", "1"]
+    first, again = (CliRunner().invoke(app, arguments, catch_exceptions=False).output for _ in range(2))
+    assert first.count("without consistency") == 2 and again.count("without consistency") == 1
+    assert again.splitlines()[-1] in first
 
-    class Keeping(study.XPressTrainer):
-        def __init__(self, drafter, *args, **kwargs):
-            super().__init__(drafter, *args, **kwargs)
-            kept["drafter"] = drafter
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "XPressTrainer", Keeping)
-        run_study({"no mixer": ABLATION["no mixer"]}, [0], **small, steps=2, out=tmp_path)
-        assert not kept["drafter"].xpress_head.mix.L.any()
-        run_study({"full": Variant()}, [0], **small, steps=2, out=tmp_path)
-        assert kept["drafter"].xpress_head.mix.L.any()
+def test_no_mixer_means_none(built, monkeypatch):
+    kept = []
+
+    def keep(recipe):
+        kept.append(make_trainer(recipe))
+        return kept[-1]
+
+    monkeypatch.setattr(study, "make_trainer", keep)
+    for name in ("no mixer", "full objective"):
+        study.train_variant(ABLATION[name], 0, built, 2)  # the first step's rate is 0
+    without, full = (trainer.model.xpress_head for trainer in kept)
+    assert not without.mix.L.any() and full.mix.L.any()
 
 
 def test_table():
@@ -72,12 +80,11 @@ def test_table():
     ]
 
 
-def test_choices_differ_from_what_is_shipped():
-    shipped = {**study.DRAFTER, **study.ARGS, "num_rounds": 3}
-    for name, variant in CHOICES.items():
-        changes = variant.drafter | variant.args
-        assert all(shipped[key] != value for key, value in changes.items()), name
-        assert bool(changes) == (name != "as shipped")
+def test_variants_differ_from_the_recipe():
+    shipped = read_recipe("tiny").values()
+    for name, variant in (ABLATION | CHOICES).items():
+        assert all(shipped.get(key) != value for key, value in variant.items()), name
+        assert bool(variant) == (name not in ("full objective", "as shipped"))
 
 
 def test_benchmark_runs_both_forms_on_the_same_blocks():
@@ -90,3 +97,9 @@ def test_benchmark_runs_both_forms_on_the_same_blocks():
         seconds, megabytes = measure(way, repeats=1)
         assert seconds > 0 and megabytes > 100
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_bench_objective_as_typed():
+    sizes = ["--vocab-size", "256", "--hidden-size", "32", "--anchors", "8", "--repeats", "1"]
+    shown = CliRunner().invoke(app, ["bench-objective", *sizes], catch_exceptions=False).output
+    assert shown.count("bounded") == 4 and "times as fast" in shown
