@@ -14,7 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from xpress_drafter import XPressDrafterModel
 
 
-PINNED = [12.310522, 10.660468, 10.362408]
+PINNED = [12.926817, 11.051906, 10.308657]
 
 # What moves.
 
@@ -46,7 +46,7 @@ def test_a_step_moves_every_weight_of_the_drafter_and_none_of_the_target(refiner
 
 def test_loss_falls_and_its_course_is_pinned():
     """Three steps on one batch, seeded: a change of the objective, of the schedule or of the drawing shows here."""
-    trainer = make_trainer(rows=make_rows(4), max_steps=3, learning_rate=1e-3)
+    trainer = make_trainer(rows=make_rows(4), max_steps=3, learning_rate=1e-3, num_anchors=8)
     trainer.train()
     assert [entry["loss"] for entry in losses(trainer)] == pytest.approx(PINNED, rel=1e-4)
 
