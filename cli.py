@@ -14,6 +14,7 @@ from rich.text import Text
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from .cli_eval import eval_app
 from .cli_lab import lab_app
 from .cli_training import training_app
 from .generation.evaluation import compare, pass_arms
@@ -23,6 +24,7 @@ from .generation.statistics_xpress import DraftingStatistics, track_drafting
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 app.add_typer(training_app)
 app.add_typer(lab_app)
+app.add_typer(eval_app)
 console = Console(highlight=False)
 
 HERE = Path(__file__).parent

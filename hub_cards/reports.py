@@ -1,0 +1,183 @@
+"""What `xpress eval` measured, as Markdown and as plots.
+
+A report is plain data: `{"command", "settings", "arms", "means"}`, as `summarise` and `mean_over_sets` give them. It is checked before
+anything is written. A slow-down is written as one.
+"""
+
+from pathlib import Path
+
+from ..generation.evaluation import PLAIN
+from ..generation.evaluation_numbers import NEAR_TIE_STEPS, check_summary
+
+
+STEPS = ("draft", "refine", "verify", "rest")
+
+
+def markdown(report: dict) -> str:
+    """The whole report."""
+    arms, settings = report["arms"], report["settings"]
+    check_summary(arms)
+    parts = ["# What `xpress eval` measured", f"```\n{report['command']}\n```", *conditions(settings)]
+    if len(sets := list(dict.fromkeys(arm["set"] for arm in arms))) > 1:
+        parts += ["## Mean of the sets", mean_table(report["means"])]
+    for name in sets:
+        own = [arm for arm in arms if arm["set"] == name]
+        parts += [f"## {name}", f"Prompts: {own[0]['prompts']}, rendered-prompt hash `{settings['prompts'][name]}`."]
+        parts += [
+            speed_table(own),
+            "Draft tokens kept, by slot:",
+            slot_table(own),
+            "Share of the time:",
+            time_table(own),
+        ]
+    return "\n\n".join([*parts, legend(settings)]) + "\n"
+
+
+def conditions(settings: dict) -> list[str]:
+    """What was run, and on what."""
+    generate, machine = settings["generate"], settings["environment"]
+    how = f"temperature {generate['temperature']:g}, seed {settings['seed']}" if generate["do_sample"] else "greedy"
+    template = ", ".join(f"{key} {value}" for key, value in settings["template"].items()) or "no variables"
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("xpress_drafter", "torch", "transformers", "python"))
+    return [
+        f"{how}, at most {generate['max_new_tokens']} new tokens, {settings['dtype']}, {machine['device']} "
+        f"({machine['cpu_capability']}, threads: {machine['threads']}); {versions}. Chat template: {template}. "
+        f"Prompt lookup: {settings['lookup_tokens']} tokens.",
+    ]
+
+
+def legend(settings: dict) -> str:
+    """What the numbers mean."""
+    dtype, steps = settings["dtype"], NEAR_TIE_STEPS[settings["dtype"]]
+    near = f"where plain's two best logits are less than {steps} rounding steps of the best one apart in {dtype}"
+    return (
+        "tau: tokens per round, accepted + 1, with the interval that 95 % of resampled prompts give. tokens/s and speed-up: "
+        "median over prompts (lower to upper quartile), the arms interleaved in one process, warm-up not counted; the "
+        "speed-up is the ratio to plain on the same prompt, with the prompt's forward and without it. identical: the same "
+        f"tokens as plain; rounding: {'they part ' + near if steps else 'not in float32, where texts must be equal'}; different: they part "
+        "elsewhere. rest: all that is in no model's forward and no refinement; for arms in Transformers' own loops, "
+        "the drafter's head and sampling are in it too."
+    )
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def spread(quartiles: list[float] | None, digits: int) -> str:
+    """A median with its quartiles."""
+    if quartiles is None:
+        return "-"
+    low, middle, high = (f"{value:.{digits}f}" for value in quartiles)
+    return f"{middle} ({low} to {high})"
+
+
+def ratio(quartiles: list[float]) -> str:
+    """A speed-up; one under 1 is called what it is."""
+    return spread(quartiles, 2) + (", slower" if quartiles[1] < 1 else "")
+
+
+def speed_table(arms: list[dict]) -> str:
+    greedy = arms[0]["identity"] is not None
+    header = ["arm", "tau (95 %)", "tokens/s", "speed-up", "without prefill", "seconds", "without prefill"]
+    rows = []
+    for arm in arms:
+        low, high = arm["tau_interval"]
+        row = [arm["arm"], f"{arm['tau']:.2f} ({low:.2f} to {high:.2f})", spread(arm["tokens_per_second"], 1)]
+        row += [ratio(arm["speed_up"]), spread(arm["speed_up_without_prefill"], 2)]
+        row += [f"{arm['seconds']:.1f}", f"{arm['seconds_without_prefill']:.1f}"]
+        rows.append(row + ([str(count) for count in arm["identity"].values()] if greedy else []))
+    return table(header + (list(arms[0]["identity"]) if greedy else []), rows)
+
+
+def mean_table(means: list[dict]) -> str:
+    rows = []
+    for mean in means:
+        slower = ", ".join(mean["slower_on"]) or "-"
+        rows.append(
+            [mean["arm"], f"{mean['tau']:.2f}", f"{mean['tokens_per_second']:.1f}", f"{mean['speed_up']:.2f}", slower]
+        )
+    return table(["arm", "tau", "tokens/s", "speed-up", "slower than plain on"], rows)
+
+
+def slot_table(arms: list[dict]) -> str:
+    drafting = [arm for arm in arms if arm["acceptance"]]
+    longest = max((len(arm["acceptance"]) for arm in drafting), default=0)
+    rows = []
+    for arm in drafting:
+        shares = [f"{share:.2f}" for share in arm["acceptance"]]
+        rows.append([arm["arm"], *shares, *["-"] * (longest - len(shares))])
+    return table(["arm", *map(str, range(1, longest + 1))], rows)
+
+
+def time_table(arms: list[dict]) -> str:
+    return table(["arm", *STEPS], [[arm["arm"], *(f"{arm['split'][step]:.1%}" for step in STEPS)] for arm in arms])
+
+
+def plotting() -> tuple:
+    """Matplotlib's figure class and as many colours as there are arms; a `ValueError` where it is not installed."""
+    try:
+        from matplotlib import colormaps
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(
+            "plots need matplotlib, which is not installed: `pip install matplotlib` (the extra `plot`), or leave `--plots` "
+            "out; the numbers are in the Markdown and JSON files."
+        ) from error
+    return Figure, colormaps["tab20"].colors
+
+
+def write_plots(report: dict, folder: Path) -> list[Path]:
+    """Tau against K, speed-up by set, and acceptance by slot, as PNG files."""
+    check_summary(report["arms"])
+    (figure_class, colours), files = plotting(), []
+    for name, draw in (("tau", draw_tau), ("speed-up", draw_speed_up), ("acceptance", draw_acceptance)):
+        figure = figure_class(figsize=(8, 4.5), layout="constrained")
+        axes = figure.subplots()
+        axes.set_prop_cycle(color=colours)
+        draw(axes, report)
+        files.append(folder / f"{name}.png")
+        figure.savefig(files[-1], dpi=150)
+    return files
+
+
+def draw_tau(axes, report: dict) -> None:
+    """A line per set, over the arms that make a number of passes."""
+    passes = report["settings"]["arms"]
+    for name in dict.fromkeys(arm["set"] for arm in report["arms"]):
+        arms = [arm for arm in report["arms"] if arm["set"] == name and passes[arm["arm"]] is not None]
+        arms.sort(key=lambda arm: passes[arm["arm"]])
+        taus, ends = [arm["tau"] for arm in arms], zip(*(arm["tau_interval"] for arm in arms))
+        errors = [[abs(tau - end) for tau, end in zip(taus, side)] for side in ends]
+        axes.errorbar(
+            [passes[arm["arm"]] for arm in arms], taus, yerr=errors or None, marker="o", capsize=3, label=name
+        )
+    axes.set(xlabel="Jacobi passes K (the last is the fixed point)", ylabel="tau, tokens per round")
+    axes.legend()
+
+
+def draw_speed_up(axes, report: dict) -> None:
+    """Bars by set; the line at 1 is plain."""
+    names = list(dict.fromkeys(arm["set"] for arm in report["arms"]))
+    arms = [name for name in dict.fromkeys(arm["arm"] for arm in report["arms"]) if name != PLAIN]
+    width = 0.8 / max(len(arms), 1)
+    for number, chosen in enumerate(arms):
+        heights = [arm["speed_up"][1] for arm in report["arms"] if arm["arm"] == chosen]
+        axes.bar([i + number * width for i in range(len(names))], heights, width, label=chosen)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.set_xticks([i + 0.4 - width / 2 for i in range(len(names))], names)
+    axes.set(ylabel="speed-up over plain, median")
+    axes.legend(fontsize="small")
+
+
+def draw_acceptance(axes, report: dict) -> None:
+    """A line per arm, the mean over the sets in which the slot was drafted."""
+    for chosen in dict.fromkeys(arm["arm"] for arm in report["arms"] if arm["acceptance"]):
+        shares = [arm["acceptance"] for arm in report["arms"] if arm["arm"] == chosen]
+        columns = [[of_set[k] for of_set in shares if k < len(of_set)] for k in range(max(map(len, shares)))]
+        heights = [sum(column) / len(column) for column in columns]
+        axes.plot(range(1, len(heights) + 1), heights, marker="o", label=chosen)
+    axes.set(xlabel="slot", ylabel="draft tokens kept (all before it kept too)", ylim=(0, 1))
+    axes.legend(fontsize="small")
