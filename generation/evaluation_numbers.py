@@ -137,11 +137,12 @@ def decoding_speed_up(runs: list[dict], plain: list[dict]) -> list[float] | None
 
 
 def mean_over_sets(arms: list[dict]) -> list[dict]:
-    """Each arm's tau and speed-ups, as means of its sets', and the sets on which it is slower than plain."""
-    means = []
+    """Each arm's tau and speeds as means of its sets', where it is slower than plain, and its answers' identity in all."""
+    means, greedy = [], arms[0]["identity"] is not None
     for name in dict.fromkeys(arm["arm"] for arm in arms):
         own = [arm for arm in arms if arm["arm"] == name]
         medians = [arm["speed_up"][1] for arm in own]
+        words = own[0]["identity"] if greedy else ()
         means.append(
             {
                 "arm": name,
@@ -149,6 +150,7 @@ def mean_over_sets(arms: list[dict]) -> list[dict]:
                 "speed_up": sum(medians) / len(own),
                 "tokens_per_second": sum(arm["tokens_per_second"][1] for arm in own) / len(own),
                 "slower_on": [arm["set"] for arm in own if arm["speed_up"][1] < 1],
+                "identity": {word: sum(arm["identity"][word] for arm in own) for word in words},
             }
         )
     return means

@@ -93,13 +93,13 @@ def speed_table(arms: list[dict]) -> str:
 
 
 def mean_table(means: list[dict]) -> str:
+    header = ["arm", "tau", "tokens/s", "speed-up", "slower than plain on", *means[0]["identity"]]
     rows = []
     for mean in means:
-        slower = ", ".join(mean["slower_on"]) or "-"
-        rows.append(
-            [mean["arm"], f"{mean['tau']:.2f}", f"{mean['tokens_per_second']:.1f}", f"{mean['speed_up']:.2f}", slower]
-        )
-    return table(["arm", "tau", "tokens/s", "speed-up", "slower than plain on"], rows)
+        numbers = [f"{mean['tau']:.2f}", f"{mean['tokens_per_second']:.1f}", f"{mean['speed_up']:.2f}"]
+        counts = map(str, mean["identity"].values())
+        rows.append([mean["arm"], *numbers, ", ".join(mean["slower_on"]) or "-", *counts])
+    return table(header, rows)
 
 
 def slot_table(arms: list[dict]) -> str:

@@ -103,8 +103,18 @@ def test_a_summary_by_hand():
     assert (ours["seconds"], ours["seconds_without_prefill"]) == (8.75, 7.75)
     assert ours["split"] == pytest.approx({"draft": 0.1, "refine": 0.0, "verify": 0.7, "rest": 0.2})
     assert ours["identity"] == {"identical": 2, "rounding": 0, "different": 0}
-    (mean,) = [mean for mean in mean_over_sets([plain, ours | {"speed_up": [0.5, 0.75, 1]}]) if mean["arm"] == "ours"]
-    assert (mean["speed_up"], mean["slower_on"]) == (0.75, ["s"])
+
+
+def test_means_are_of_sets_and_name_those_where_an_arm_is_slower():
+    plain, ours = summarise(rows(), ["plain", "ours"], "float32", greedy=True)
+    other = ours | {
+        "set": "t",
+        "speed_up": [0.5, 0.75, 1.0],
+        "identity": {"identical": 0, "rounding": 1, "different": 1},
+    }
+    _, mean = mean_over_sets([plain, ours, plain | {"set": "t"}, other])
+    assert (mean["arm"], mean["tau"], mean["speed_up"], mean["slower_on"]) == ("ours", 3.0, 1.0, ["t"])
+    assert mean["identity"] == {"identical": 2, "rounding": 1, "different": 1}
 
 
 def test_nothing_is_said_of_identity_under_sampling():
