@@ -57,9 +57,7 @@ def evaluate_pair(
     drafter: Drafter = None,
     markov: Annotated[str | None, typer.Option(help="The same of a drafter with a Markov head.")] = None,
     dflash: Annotated[str | None, typer.Option(help="The same of a drafter that is a backbone alone.")] = None,
-    assistant: Annotated[
-        str | None, typer.Option(help="The same of an autoregressive assistant with the target's tokens.")
-    ] = None,
+    assistant: Annotated[str | None, typer.Option(help="The same of an autoregressive assistant.")] = None,
     arms: Arms = None,
     passes: Annotated[
         str | None, typer.Option(help='K of the arm xpress, as "1 2 4 6"; the fixed point is always run.')
@@ -134,7 +132,7 @@ def measure(choice: Choice, out: Path, plots: bool) -> tuple[str, list[str]]:
     logging.disable_progress_bar()
     rendered, template, passes = prepare(choice)
     models = load_models(choice)
-    arms = make_arms(choice.arms, models, passes)
+    arms = make_arms(choice.arms, models, passes, other_tokenizers(choice, models))
     settings = {"arms": {arm.name: arm.passes for arm in arms}, "template": template, **settings_of(choice, rendered)}
     settings["weights"] = fingerprints(models)
     folder = RunFolder(out, settings)
@@ -219,12 +217,23 @@ def check_models(target_config, tokenizer, configs: dict, names: dict[str, str])
                 check_pair(XPressDrafterModel(config), target)
     if "assistant" in names:
         theirs = read("assistant", AutoTokenizer, names["assistant"])
-        sizes = [config.get_text_config().vocab_size for config in (configs["assistant"], target_config)]
-        if theirs.get_vocab() != tokenizer.get_vocab() or sizes[0] != sizes[1]:
+        ours, size = tokenizer.get_vocab(), target_config.get_text_config(decoder=True).vocab_size
+        if configs["assistant"].get_text_config().vocab_size == size and theirs.get_vocab() != ours:
             raise ValueError(
-                f"`--assistant` {names['assistant']} has a vocabulary of {sizes[0]}, the target one of {sizes[1]}, expected the same "
-                "tokens and ids: choose an assistant of the target's family."
+                f"`--assistant` {names['assistant']} has {size} tokens like the target, but other ones: Transformers takes them "
+                "for the same, expected equal tokens or another number of them. Choose another assistant."
             )
+
+
+def other_tokenizers(choice: Choice, models: dict[str, nn.Module]) -> dict:
+    """What `generate` asks for beside an assistant of another vocabulary."""
+    from transformers import AutoTokenizer
+
+    if "assistant" not in models:
+        return {}
+    sizes = {models[role].config.get_text_config().vocab_size for role in ("target", "assistant")}
+    names = {"tokenizer": choice.target, "assistant_tokenizer": choice.models["assistant"]}
+    return {key: AutoTokenizer.from_pretrained(name) for key, name in names.items()} if len(sizes) > 1 else {}
 
 
 def load_models(choice: Choice) -> dict[str, nn.Module]:

@@ -51,7 +51,9 @@ class ArmRun:
     prefill_seconds: float
     first_tokens: int
     rounds: list[Round]
-    split: dict[str, float]  # seconds of "draft", "refine" and "verify"; what is left of `seconds` is the rest
+    split: dict[
+        str, float
+    ]  # seconds of "draft", "refine" and "verify" behind the prompt's forward; beside them is the rest
 
     def as_dict(self) -> dict:
         return {
@@ -113,8 +115,17 @@ def choose_passes(passes: list[int] | None, num_draft_tokens: int) -> list[int]:
     return sorted(set(passes))
 
 
-def make_arms(arms: list[str], models: dict[str, nn.Module], passes: list[int]) -> list[Arm]:
-    """Plain first, then the arms asked for, in the order of `ARM_NAMES`; `models` by role, as in `check_arms`."""
+def make_arms(
+    arms: list[str], models: dict[str, nn.Module], passes: list[int], tokenizers: dict | None = None
+) -> list[Arm]:
+    """
+    Plain first, then the arms asked for, in the order of `ARM_NAMES`.
+
+    Args:
+        models: By role, as in `check_arms`.
+        passes: K of the arm xpress.
+        tokenizers: `generate`'s `tokenizer` and `assistant_tokenizer`, for an assistant of another vocabulary.
+    """
     made = [Arm(PLAIN)]
     for arm in (name for name in ARM_NAMES if name in arms):
         if arm == "lookup":
@@ -130,7 +141,8 @@ def make_arms(arms: list[str], models: dict[str, nn.Module], passes: list[int]) 
             made.append(pass_arm("xPress fixed point", models["drafter"], fixed_point))
         else:
             name = {"markov": "Markov head", "dflash": "DFlash, trained alone", "assistant": "AR assistant"}[arm]
-            made.append(Arm(name, {"assistant_model": models[arm]}, own=arm in OWN_ARMS))
+            extra = (tokenizers or {}) if arm == "assistant" else {}
+            made.append(Arm(name, {"assistant_model": models[arm], **extra}, own=arm in OWN_ARMS))
     return made
 
 
@@ -210,19 +222,21 @@ def run_arm(target, prompt: torch.LongTensor, arm: Arm, **generate) -> ArmRun:
         start = read_clock(target.device)
         output = target.generate(prompt, attention_mask=torch.ones_like(prompt), **arguments)
         seconds = read_clock(target.device) - start
+    begun, verify = forwards.ends[0], sum(forwards.seconds[1:])
     if arm.own:
         first, rounds = 1, drafting.rounds
-        split = {step: drafting.seconds[step] for step in ("draft", "refine", "verify")}
+        split = {"draft": drafting.seconds["draft"], "refine": drafting.seconds["refine"], "verify": verify}
     else:
         first, *accepted = counts.counts
         drafted = [ids.shape[1] - 1 for ids in forwards.ids[1:]]
         rounds = [Round(d, a - 1, 0) for d, a in zip(drafted, accepted, strict=True)]
-        split = {"draft": sum(sum(d.seconds) for d in drafts), "refine": 0.0, "verify": sum(forwards.seconds)}
+        draft = sum(s for clock in drafts for s, end in zip(clock.seconds, clock.ends) if end > begun)
+        split = {"draft": draft, "refine": 0.0, "verify": verify}
     return ArmRun(
         new_ids=output[0, length:].tolist(),
         prompt_hash=digest(forwards.ids[0][0, :length].tolist()),
         seconds=seconds,
-        prefill_seconds=forwards.ends[0] - start,
+        prefill_seconds=begun - start,
         first_tokens=first,
         rounds=rounds,
         split=split,

@@ -94,8 +94,9 @@ def summarise_arm(rows: list[dict], name: str, dtype: str, greedy: bool) -> dict
     """One arm on the rows of one set."""
     runs, plain = [row["arms"][name] for row in rows], [row["arms"][PLAIN] for row in rows]
     drafting = DraftingStatistics([Round(*r) for run in runs for r in run["rounds"]])
-    seconds, steps = sum(run["seconds"] for run in runs), ("draft", "refine", "verify")
-    split = {step: sum(run["split"][step] for run in runs) / seconds for step in steps}
+    seconds = sum(run["seconds"] for run in runs)
+    decoding = seconds - sum(run["prefill_seconds"] for run in runs)
+    split = {step: sum(run["split"][step] for run in runs) / decoding for step in ("draft", "refine", "verify")}
     verdicts = [verdict(run, dtype) for run in runs] if greedy else []
     counts = {word: verdicts.count(word) for word in ("identical", "rounding", "different")} if greedy else None
     return {
@@ -120,7 +121,7 @@ def summarise_arm(rows: list[dict], name: str, dtype: str, greedy: bool) -> dict
         ),
         "speed_up_without_prefill": decoding_speed_up(runs, plain),
         "seconds": seconds,
-        "seconds_without_prefill": seconds - sum(run["prefill_seconds"] for run in runs),
+        "seconds_without_prefill": decoding,
         "split": split | {"rest": 1 - sum(split.values())},
         "identity": counts,
     }

@@ -27,7 +27,7 @@ def markdown(report: dict) -> str:
             speed_table(own),
             "Draft tokens kept, by slot:",
             slot_table(own),
-            "Share of the time:",
+            "Share of the time behind the prompt's forward:",
             time_table(own),
         ]
     return "\n\n".join([*parts, legend(settings)]) + "\n"

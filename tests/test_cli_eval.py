@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 from xpress_drafter import XPressDrafterModel
 from xpress_drafter.cli import app
@@ -147,6 +149,43 @@ def test_sampling_with_a_backbone_beside(tmp_path):
     means, *by_set = tables((tmp_path / "run" / "report.md").read_text())
     assert [row["arm"] for row in means] == ["plain", "DFlash (K = 0)", "DFlash, trained alone"]
     assert len(by_set) == 6 and "identical" not in by_set[0][0] and "temperature 1, seed 0" in result.output
+
+
+def save_assistant(folder: Path, vocab_size: int) -> Path:
+    """A random autoregressive model with tokens of its own."""
+    bytes_alone = Tokenizer(models.BPE())
+    bytes_alone.pre_tokenizer, bytes_alone.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    alphabet = {"special_tokens": ["<end>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    bytes_alone.train_from_iterator([], trainers.BpeTrainer(**alphabet))
+    PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token="<end>", pad_token="<end>").save_pretrained(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=vocab_size, num_key_value_heads=1, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def test_an_assistant_of_another_vocabulary(tmp_path):
+    assistant = save_assistant(tmp_path / "assistant", vocab_size=257)
+    choice = [
+        "--assistant",
+        assistant,
+        "--dtype",
+        "float32",
+        "--limit",
+        "1",
+        "--max-new-tokens",
+        "6",
+        "--arms",
+        "assistant",
+    ]
+    result = invoke(PROBLEMS, *PAIR[:2], *choice, "--out", tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    _, shown = tables((tmp_path / "run" / "report.md").read_text())[0]
+    assert (shown["arm"], shown["identical"]) == ("AR assistant", "1")
+    said = message(
+        invoke(PROBLEMS, *PAIR[:2], "--assistant", save_assistant(tmp_path / "same", 2048), "--out", tmp_path / "no")
+    )
+    assert "has 2048 tokens like the target, but other ones" in said and not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from xpress_drafter.generation.statistics_xpress import Round
 
 def check_counts(run: ArmRun):
     assert len(run.new_ids) == run.first_tokens + sum(r.accepted for r in run.rounds) + len(run.rounds)
-    assert 0 < run.prefill_seconds < run.seconds and 0 < sum(run.split.values()) < run.seconds
+    assert 0 < run.prefill_seconds < run.seconds and 0 < sum(run.split.values()) < run.seconds - run.prefill_seconds
     assert all(r.accepted <= r.drafted for r in run.rounds)
 
 
