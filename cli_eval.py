@@ -16,6 +16,7 @@ from torch import nn
 eval_app = typer.Typer()
 console = Console(highlight=False)
 SUMMARY, REPORT = "summary.json", "report.md"
+DRAFTERS = ("drafter", "markov", "dflash")  # roles of models that our loop decodes with
 
 Drafter = Annotated[str | None, typer.Option(help="Hub id or folder of its xPress drafter.")]
 Arms = Annotated[
@@ -135,6 +136,7 @@ def measure(choice: Choice, out: Path, plots: bool) -> tuple[str, list[str]]:
     arms = make_arms(choice.arms, models, passes, other_tokenizers(choice, models))
     settings = {"arms": {arm.name: arm.passes for arm in arms}, "template": template, **settings_of(choice, rendered)}
     settings["weights"] = fingerprints(models)
+    settings["shortlist"] = {role: models[role].config.xpress_topc for role in DRAFTERS if role in models}
     folder = RunFolder(out, settings)
     run(models["target"], rendered, arms, folder, choice)
     numbers = summarise(folder.rows, [arm.name for arm in arms], choice.dtype, not choice.generate["do_sample"])
@@ -156,7 +158,7 @@ def prepare(choice: Choice) -> tuple[dict[str, list[list[int]]], dict, list[int]
 
     sets = read_sets(choice.prompts, choice.limit)
     configs = {
-        role: read(role, AutoConfig if role == "assistant" else XPressDrafterConfig, name)
+        role: read(role, XPressDrafterConfig if role in DRAFTERS else AutoConfig, name)
         for role, name in choice.models.items()
     }
     check_arms(choice.arms, configs)
@@ -213,7 +215,7 @@ def check_models(target_config, tokenizer, configs: dict, names: dict[str, str])
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(target_config)
         for role, config in configs.items():
-            if role != "assistant":
+            if role in DRAFTERS:
                 check_pair(XPressDrafterModel(config), target)
     if "assistant" in names:
         theirs = read("assistant", AutoTokenizer, names["assistant"])
@@ -244,7 +246,7 @@ def load_models(choice: Choice) -> dict[str, nn.Module]:
 
     models = {}
     for role, name in {"target": choice.target, **choice.models}.items():
-        loader = AutoModelForCausalLM if role in ("target", "assistant") else XPressDrafterModel
+        loader = XPressDrafterModel if role in DRAFTERS else AutoModelForCausalLM
         models[role] = read(role, loader, name, dtype=getattr(torch, choice.dtype)).to(choice.device).eval()
     target = models["target"]
     stops = target.generation_config.eos_token_id

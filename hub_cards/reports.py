@@ -17,7 +17,7 @@ def markdown(report: dict) -> str:
     """The whole report."""
     arms, settings = report["arms"], report["settings"]
     check_summary(arms)
-    parts = ["# What `xpress eval` measured", f"```\n{report['command']}\n```", *conditions(settings)]
+    parts = ["# What `xpress eval` measured", f"```\n{report['command']}\n```", conditions(settings)]
     if len(sets := list(dict.fromkeys(arm["set"] for arm in arms))) > 1:
         parts += ["## Mean of the sets", mean_table(report["means"])]
     for name in sets:
@@ -33,17 +33,18 @@ def markdown(report: dict) -> str:
     return "\n\n".join([*parts, legend(settings)]) + "\n"
 
 
-def conditions(settings: dict) -> list[str]:
+def conditions(settings: dict) -> str:
     """What was run, and on what."""
     generate, machine = settings["generate"], settings["environment"]
     how = f"temperature {generate['temperature']:g}, seed {settings['seed']}" if generate["do_sample"] else "greedy"
     template = ", ".join(f"{key} {value}" for key, value in settings["template"].items()) or "no variables"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("xpress_drafter", "torch", "transformers", "python"))
-    return [
+    shortlist = ", ".join(f"{role} {size or 'all'}" for role, size in settings["shortlist"].items()) or "-"
+    return (
         f"{how}, at most {generate['max_new_tokens']} new tokens, {settings['dtype']}, {machine['device']} "
         f"({machine['cpu_capability']}, threads: {machine['threads']}); {versions}. Chat template: {template}. "
-        f"Prompt lookup: {settings['lookup_tokens']} tokens.",
-    ]
+        f"Prompt lookup: {settings['lookup_tokens']} tokens. Tokens refined per slot: {shortlist}."
+    )
 
 
 def legend(settings: dict) -> str:
