@@ -96,17 +96,20 @@ class RunFolder:
 
 def check_same(path: Path, found: dict, wanted: dict) -> None:
     """Raises a `ValueError` that names every setting in which a folder differs from the command."""
-    found, wanted = flatten(found), flatten(wanted)
-    different = [
-        f"`{key}` is {wanted.get(key)!r}, there {found.get(key)!r}"
-        for key in sorted({*found, *wanted})
-        if found.get(key) != wanted.get(key)
-    ]
-    if different:
+    if different := differences(flatten(found), flatten(wanted)):
         raise ValueError(
             f"{path} was begun with other settings: {'; '.join(different)}. Give the same ones, on the same machine, or "
             "choose a new folder: numbers of two settings are not one result."
         )
+
+
+def differences(found: dict, wanted: dict) -> list[str]:
+    """Every setting in which a folder differs from what is wanted of it, with both values."""
+    return [
+        f"`{key}` is {wanted.get(key)!r}, there {found.get(key)!r}"
+        for key in sorted({*found, *wanted})
+        if found.get(key) != wanted.get(key)
+    ]
 
 
 def flatten(settings: dict, prefix: str = "") -> dict:

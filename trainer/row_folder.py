@@ -15,6 +15,8 @@ import torch
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedModel
 
+from ..generation.evaluation_runs import differences
+
 
 ROWS, MANIFEST, PROGRESS = "rows.jsonl", "manifest.json", "progress.jsonl"
 DROPPED = "dropped_"
@@ -68,12 +70,7 @@ class RowFolder:
         return self.manifest
 
     def _check_settings(self, found: dict, wanted: dict) -> None:
-        different = [
-            f"`{key}` is {wanted.get(key)!r}, there {found.get(key)!r}"
-            for key in sorted({*found, *wanted})
-            if found.get(key) != wanted.get(key)
-        ]
-        if different:
+        if different := differences(found, wanted):
             raise ValueError(
                 f"{self.path} was begun with other settings: {'; '.join(different)}. Expected the same: give those, or "
                 "choose a new folder."

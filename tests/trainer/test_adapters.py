@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from rig import drafted, make_drafter, make_target, plain, prompt, target
 from safetensors.torch import load_file
@@ -83,9 +85,10 @@ def test_saved_as_an_adapter_and_merged(base, tmp_path):
     trainer.model.merge_and_unload().save_pretrained(tmp_path / "merged")
     loaded = [
         PeftModel.from_pretrained(XPressDrafterModel.from_pretrained(base), adapter),
-        AutoModel.from_pretrained(adapter, trust_remote_code=True),
         AutoModel.from_pretrained(tmp_path / "merged", trust_remote_code=True),
     ]
+    if Version(transformers.__version__) >= Version("5.24"):  # 5.17 names the refiner's weights before it loads them
+        loaded.append(AutoModel.from_pretrained(adapter, trust_remote_code=True))
     for drafter in loaded:
         again = make_trainer(drafter, eval_dataset=rows, num_anchors=EVERY).evaluate()
         for name in ("eval_loss", "eval_loss_anchor", "eval_tau"):

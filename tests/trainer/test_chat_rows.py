@@ -1,7 +1,9 @@
 """Which tokens of a conversation are supervised. Rows are written as text, what counts in capitals, a counted `;` as `END`."""
 
 import pytest
+import transformers
 from chatting import END, MARKED, PLAIN, THINKING, chat, spoken, template, word_tokenizer
+from packaging.version import Version
 from rig import VOCAB
 from transformers import AutoTokenizer
 from xpress_drafter.cli import TINY
@@ -25,7 +27,11 @@ def rows_of(chat_template: str, messages=TWO_TURNS, **template_args) -> list[str
 SUPERVISED = "sys: w14 ; user: w8 w9 ; bot: W10 W11 END user: w12 ; bot: W13 END"
 
 
-@pytest.mark.parametrize("chat_template", [PLAIN, MARKED])
+OLD = Version(transformers.__version__) < Version("5.24")
+spans = pytest.mark.skipif(OLD, reason="Transformers lost marked spans that begin with a space; such a row is refused")
+
+
+@pytest.mark.parametrize("chat_template", [PLAIN, pytest.param(MARKED, marks=spans)])
 def test_answers_and_their_ends_are_supervised(chat_template):
     """In both turns; the system prompt, the headers and the user are not."""
     assert rows_of(chat_template) == [SUPERVISED]
@@ -50,6 +56,7 @@ MARKERS = {
 }
 
 
+@spans
 @pytest.mark.parametrize("answer", MARKERS.values(), ids=MARKERS)
 def test_markers_that_mark_too_much_or_too_little(answer):
     """Are trimmed to what the target would have said."""
@@ -86,8 +93,9 @@ UNCLEAR = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("chat_template, message", UNCLEAR.values(), ids=UNCLEAR)
-def test_templates_that_leave_the_mask_open_stop(chat_template, message):
+@pytest.mark.parametrize("name", [pytest.param(name, marks=spans if "markers" in name else ()) for name in UNCLEAR])
+def test_templates_that_leave_the_mask_open_stop(name):
+    chat_template, message = UNCLEAR[name]
     with pytest.raises(ValueError, match=message):
         tokenize_chat(word_tokenizer(chat_template), chat("w8", "w9"))
 
@@ -103,6 +111,7 @@ def test_a_token_across_header_and_answer_stops():
         tokenize_chat(tokenizer, chat("How many?", "the eggs"))
 
 
+@spans
 def test_masks_that_are_nothing_or_everything_stop():
     silent = template("{% generation %}{% endgeneration %} {{ message.content }} ;")
     with pytest.raises(ValueError, match="has 0 supervised of 6 tokens, expected the answers' tokens and no others"):
