@@ -83,7 +83,8 @@ def write_tiny_cards(out: Path, measured: list[dict], parameters: int, measured_
         recipe=recipe,
         data=(
             f"{log['answers']['rows']} greedy answers ({log['answers']['tokens']} tokens) of the target itself to "
-            "questions of GSM8K's train split (Cobbe et al. 2021, MIT licence, `openai/gsm8k`); "
+            "questions of GSM8K's train split with other numbers and names (Cobbe et al. 2021, MIT licence, "
+            "`openai/gsm8k`); "
             f"{int(end['step'])} steps. Simulated tau on the training rows at "
             f"the end: {steps[-1]['tau_pass_0']:.2f} base, {steps[-1]['tau_pass_3']:.2f} after three passes."
         ),

@@ -1,0 +1,89 @@
+"""The parts that the tiny pair's build is made of: varied questions and the optimizer over two."""
+
+import re
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+from xpress_drafter.trainer.optimizer import MuonAdamW
+from xpress_drafter.trainer.tiny_pair import vary_questions
+
+
+QUESTIONS = [
+    "On Monday, Maria and Ben had 12 pens. Maria sold 12 and Ben sold 1. How many are left?",
+    "The shop sold 305 pens to Maria, Ben and Maria. On a Monday, Maria and Ben came back 0 times. Was it Ben or Maria?",
+    "Each of 2.5 pies went to Maria, and so did 40% of the rest, said Maria to Ben, Ben and Ben.",
+]
+
+
+def test_numbers_and_names_change_and_the_rest_stays():
+    varied = vary_questions(QUESTIONS, 3, seed=0)
+    assert len(varied) == 9 and varied == vary_questions(QUESTIONS, 3, seed=0) != vary_questions(QUESTIONS, 3, seed=1)
+    for number, text in enumerate(varied):
+        before = QUESTIONS[number % 3]
+        for pattern in (r"\d+", r"Maria|Ben"):
+            old, new = re.findall(pattern, before), re.findall(pattern, text)
+            assert [len(word) for word in old if word.isdigit()] == [len(word) for word in new if word.isdigit()]
+            assert all(a == b for a, b in zip(old, new) if a in ("0", "1"))
+        assert re.sub(r"\d+|Maria|Ben", "#", before) == re.sub(r"\d+|Maria|Ben", "#", text)  # Monday is no name
+    assert len(set(varied)) == 9 and not set(varied) & set(QUESTIONS)
+    first = varied[0]
+    pens, sold = re.search(r"had (\d+) pens", first)[1], re.search(r"sold (\d+) and", first)[1]
+    assert pens == sold and "sold 1." in first  # the same number is replaced alike
+
+
+def small_model() -> nn.ModuleDict:
+    torch.manual_seed(0)
+    return nn.ModuleDict({"embed": nn.Embedding(5, 4), "w1": nn.Embedding(5, 4), "layer": nn.Linear(4, 4)})
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model["layer"](model["embed"].weight + model["w1"].weight).pow(2).sum().backward()
+    optimizer.step()
+
+
+def test_matrices_go_to_muon_and_the_rest_to_adamw():
+    model = small_model()
+    optimizer = MuonAdamW(model.named_parameters(), muon_lr=0.02, adamw_lr=1e-3)
+    muon, adamw = (group["params"] for group in optimizer.param_groups)
+    assert [p is model["layer"].weight for p in muon] == [True] and len(adamw) == 3
+    parts = [torch.optim.Muon, torch.optim.AdamW]
+    assert [type(part) for part in optimizer.parts] == parts
+    other = small_model()
+    alone = [
+        torch.optim.Muon([other["layer"].weight], lr=0.02, weight_decay=0.01, momentum=0.95),
+        torch.optim.AdamW(
+            [p for p in other.parameters() if p is not other["layer"].weight],
+            lr=1e-3,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
+        ),
+    ]
+    for _ in range(3):
+        step(model, optimizer)
+        other["layer"](other["embed"].weight + other["w1"].weight).pow(2).sum().backward()
+        for part in alone:
+            part.step()
+            part.zero_grad()
+    for ours, theirs in zip(model.parameters(), other.parameters()):
+        assert torch.equal(ours, theirs)
+
+
+def test_it_goes_on_from_its_state_and_follows_a_schedule():
+    straight, resumed = small_model(), small_model()
+    optimizer = MuonAdamW(straight.named_parameters(), 0.02, 1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
+    for _ in range(2):
+        step(straight, optimizer)
+        schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.00025])
+    resumed.load_state_dict(straight.state_dict())
+    again = MuonAdamW(resumed.named_parameters(), 0.02, 1e-3)
+    again.load_state_dict(deepcopy(optimizer.state_dict()))
+    assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    for model, each in ((straight, optimizer), (resumed, again)):
+        step(model, each)
+    for ours, theirs in zip(resumed.parameters(), straight.parameters()):
+        assert torch.equal(ours, theirs)
