@@ -246,7 +246,7 @@ def run_arm(target, prompt: torch.LongTensor, arm: Arm, **generate) -> ArmRun:
 @torch.no_grad()
 def gap_in_steps(target, prompt: torch.LongTensor, plain: list[int], other: list[int]) -> float | None:
     """
-    How far apart plain's two best logits are where the other text parts from it, in rounding steps of the best one.
+    How far plain's best logit is above the other text's token where that parts from plain's, in its rounding steps.
 
     None where that cannot be said: plain's text had ended there, or the other one had.
     """
@@ -254,5 +254,6 @@ def gap_in_steps(target, prompt: torch.LongTensor, plain: list[int], other: list
     if at is None:
         return None
     ids = torch.cat([prompt, prompt.new_tensor([plain[:at]])], dim=1)
-    best, second = target(ids).logits[0, -1].float().topk(2).values.tolist()
-    return (best - second) / (torch.finfo(target.dtype).eps * max(abs(best), 1e-9))
+    logits = target(ids).logits[0, -1].float()
+    best, chosen = logits.max().item(), logits[other[at]].item()
+    return (best - chosen) / (torch.finfo(target.dtype).eps * max(abs(best), 1e-9))

@@ -54,6 +54,12 @@ class XPressTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.num_anchors < 1:
             raise ValueError(f"`num_anchors` is {self.num_anchors}, expected at least 1 block per sequence.")
+        if self.gamma <= 0.0:
+            raise ValueError(
+                f"`gamma` is {self.gamma}, expected more than 0 slots: weights decay as exp(-(k - 1) / gamma)."
+            )
+        if not 0.0 <= self.ce_weight <= 1.0:
+            raise ValueError(f"`ce_weight` is {self.ce_weight}, expected 0 to 1: the rest is the L1 distance's share.")
         if self.lambda_anchor_schedule not in SCHEDULES:
             raise ValueError(
                 f"`lambda_anchor_schedule` is {self.lambda_anchor_schedule!r}, expected one of {sorted(SCHEDULES)}."

@@ -1,6 +1,7 @@
 """What the objective costs at a shape: the bounded form beside the dense one, seconds and peak memory in one run."""
 
 import resource
+import sys
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -81,4 +82,5 @@ def measure(way, repeats: int) -> tuple[float, float]:
 
 def peak_megabytes() -> float:
     """The most memory that this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    unit = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit

@@ -3,8 +3,8 @@
     xpress study OUT ablation
 
 `OUT` is a folder of `xpress build-tiny`: its target, the answers that its drafter was trained on, and the answers to
-held-out questions, on which the simulated tau (accepted + 1) is measured, of the base logits and of what the drafter
-itself would draft. Every run is the recipe `tiny` with some fields changed, and one line of `OUT/work/study/runs.jsonl`;
+held-out questions, on which the simulated tau (accepted + 1) is measured at evenly spread positions, of the base logits and of
+what the drafter itself would draft. Every run is the recipe `tiny` with some fields changed, and one line of `OUT/work/study/runs.jsonl`;
 a killed study goes on with the next run.
 """
 
@@ -19,6 +19,7 @@ from .recipes import make_trainer, read_recipe
 
 FROZEN = "frozen"  # of a variant: the weights that stay as they start, by the end of their names
 
+EVALUATED = 40  # anchors of every held-out answer, evenly spread
 NO_REFINER = {"xpress_rank": None, "xpress_mlp_hidden": None}
 ABLATION = {
     "full objective": {},
@@ -85,6 +86,7 @@ def train_variant(variant: dict, seed: int, folder: Path, steps: int) -> dict:
     start = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - start
+    trainer.args.num_anchors = EVALUATED  # the same for all, also where training takes others
     metrics = trainer.evaluate()
     return {
         "tau_base": metrics["eval_tau_pass_0"],

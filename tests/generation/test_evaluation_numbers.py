@@ -80,7 +80,8 @@ def test_the_gap_is_that_of_plain_where_the_texts_part():
             return SimpleNamespace(logits=torch.tensor([[[0.0, 1.0, 2.0], [8.0, 7.5, 0.0]]]))
 
     target, prompt = Target(), torch.tensor([[5, 6]])
-    assert gap_in_steps(target, prompt, [1, 2, 3], [1, 2, 4]) == 8.0
+    assert gap_in_steps(target, prompt, [1, 2, 0], [1, 2, 1]) == 8.0
+    assert gap_in_steps(target, prompt, [1, 2, 0], [1, 2, 2]) == 128.0  # no runner-up: no near tie excuses it
     assert target.seen == [[5, 6, 1, 2]]
     assert gap_in_steps(target, prompt, [1, 2], [1, 2, 3]) is None
 

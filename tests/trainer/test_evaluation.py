@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 from test_data import Stream
 from training import EVERY, batch_of, losses, make_rows, make_trainer
 from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
 from xpress_drafter.trainer import XPressTrainer, XPressTrainingArguments
 from xpress_drafter.trainer.blocks import sample_anchors, spread_anchors
 
@@ -157,9 +158,11 @@ def test_what_is_reported():
     assert 1 < training["anchors_per_second"] < 1e6 and training["grad_norm"] > 0
 
 
-def test_tensorboard(tmp_path):
+def test_tensorboard(tmp_path, monkeypatch):
     pytest.importorskip("tensorboard")
-    trainer = make_trainer(folder=tmp_path, max_steps=1, report_to=["tensorboard"], logging_dir=str(tmp_path / "logs"))
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    trainer = make_trainer(folder=tmp_path, max_steps=1)
+    trainer.add_callback(TensorBoardCallback())
     trainer.train()
     assert any((tmp_path / "logs").iterdir())
 
