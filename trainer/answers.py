@@ -280,7 +280,10 @@ def with_ids(index: int, rows: list[dict]) -> list[dict]:
 
 
 def load_tokenizer(target: str, revision: str | None) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, padding on the left; raises without a chat template."""
+    """
+    The target's tokenizer, padding on the left; raises without a chat template. Padding and truncation that
+    tokenizer.json was saved with are off: applying a chat template clears them, and rows are known by its hash.
+    """
     tokenizer = AutoTokenizer.from_pretrained(target, revision=revision, padding_side="left")
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -289,6 +292,8 @@ def load_tokenizer(target: str, revision: str | None) -> PreTrainedTokenizerBase
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.backend_tokenizer.no_padding()
+    tokenizer.backend_tokenizer.no_truncation()
     return tokenizer
 
 

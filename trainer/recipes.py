@@ -215,6 +215,8 @@ def run(recipe: Recipe) -> XPressTrainer:
         state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
         ended = state.global_step >= args.max_steps if args.max_steps > 0 else state.epoch >= args.num_train_epochs
         if ended:  # `Trainer` would take one step more
+            if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                checkpoint = str(out / Path(state.best_model_checkpoint).name)  # `out` may have been moved
             trainer._load_from_checkpoint(checkpoint)
             trainer.state = state
             return trainer

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,19 @@ def test_a_run_that_was_stopped_goes_on(tiny, tmp_path):
     assert len({entry["step"] for entry in again.state.log_history if "loss" in entry}) == 3
 
 
+def test_a_run_that_ended_is_loaded_as_it_ended(tiny, tmp_path, rows):
+    """Its best weights where those were asked for, also once the folder was moved; not the last."""
+    evaluated = {"eval_data": rows, "eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}  # the first
+    own = {"max_steps": 3, "warmup_steps": 0, **evaluated, **best}
+    ended = run(tiny(**own))
+    assert ended.state.best_global_step == 1
+    (tmp_path / "run").rename(tmp_path / "moved")
+    again = run(tiny(**own, output_dir=str(tmp_path / "moved")))
+    for name, weight in ended.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], weight), name
+
+
 def test_a_run_that_goes_on_otherwise_says_so(tiny, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     run(tiny(max_steps=1))
@@ -335,6 +349,20 @@ def test_rows_of_another_tokenizer_are_refused(tiny, rows, tmp_path):
     folder = other_rows(rows, tmp_path, tokenizer="0" * 64)
     with pytest.raises(ValueError, match="were made with the tokenizer of .*, expected that of"):
         make_trainer(tiny(data=folder))
+
+
+def test_rows_of_a_tokenizer_that_was_saved_after_use(tiny, rows, tmp_path):
+    """What padding and truncation it was last used with, tokenizer.json says too: rows of it are its own all the same."""
+    shutil.copytree(TINY / "target", tmp_path / "target")
+    used = AutoTokenizer.from_pretrained(tmp_path / "target")
+    used(["One", "one and two"], padding=True, truncation=True, max_length=3)
+    used.save_pretrained(tmp_path / "target")
+    assert json.loads((tmp_path / "target" / "tokenizer.json").read_text())["truncation"] is not None
+    target = str(tmp_path / "target")
+    settings = AnswerSettings(target, max_new_tokens=16, batch_size=8)
+    write_rows(read_conversations(str(PROBLEMS), limit=2), tmp_path / "rows", settings)
+    make_trainer(tiny(target=target, data=str(tmp_path / "rows")))
+    make_trainer(tiny(target=target, data=rows))
 
 
 def test_rows_of_another_target_are_warned_of(tiny, rows, tmp_path, caplog, monkeypatch):
