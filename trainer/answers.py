@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -122,7 +123,8 @@ def write_rows(
     source = make(tokenizer, conversations, settings)
     names = {"target": settings.target, "revision": settings.revision, "commit": commit_of(settings)}
     names |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    out = RowFolder(folder, manifest_settings(settings, tokenizer, conversations) | source.made_by, names)
+    decided = manifest_settings(settings, tokenizer, source.end_tokens, conversations)
+    out = RowFolder(folder, decided | source.made_by, names)
     on_batch(out.counts["prompts"], out.counts["supervised_tokens"])
     for start in range(out.batches * settings.batch_size, len(conversations), settings.batch_size):
         batch = source.order[start : start + settings.batch_size]
@@ -158,8 +160,9 @@ class GivenAnswers:
                 made = tokenize_chat(
                     self.tokenizer, self.conversations[index], self.end_tokens, **self.settings.template_args
                 )
-            kept = [row for row in made if len(row["input_ids"]) <= self.settings.max_length]
-            counts["dropped_row_too_long"] += len(made) - len(kept)
+            short = [row for row in made if len(row["input_ids"]) <= self.settings.max_length]
+            kept = [row for row in short if (1, 1) in pairwise(row["loss_mask"])]  # as `check_row` wants them
+            counts += Counter(dropped_row_too_long=len(made) - len(short), dropped_empty_answer=len(short) - len(kept))
             rows += with_ids(index, kept)
         return rows, counts
 
@@ -325,12 +328,15 @@ def load_target(settings: AnswerSettings, tokenizer: PreTrainedTokenizerBase, en
     return target
 
 
-def manifest_settings(settings: AnswerSettings, tokenizer: PreTrainedTokenizerBase, conversations: list) -> dict:
+def manifest_settings(
+    settings: AnswerSettings, tokenizer: PreTrainedTokenizerBase, end_tokens: set[int], conversations: list
+) -> dict:
     """All that decides over the rows, besides the weights. Names do not: a moved target is the same one."""
     chosen = {key: value for key, value in asdict(settings).items() if key not in ("target", "revision")}
     return chosen | {
         "tokenizer": sha256(tokenizer.backend_tokenizer.to_str()),
         "chat_template": sha256(tokenizer.get_chat_template()),
+        "end_tokens": sorted(end_tokens),
         "prompts": len(conversations),
         "prompts_sha256": sha256(json.dumps(conversations)),
     }

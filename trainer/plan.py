@@ -1,7 +1,8 @@
 """What a recipe will take, counted before anything is loaded: parameters, steps, tokens, bytes on each device.
 
-Models are built on the meta device, from the recipe's own `target_config` where it has one, so a plan of the released
-8B run needs neither weights nor a network. Weights, gradients and optimizer are exact; activations are an estimate, of
+Models are built on the meta device. A recipe with a `target_config` of its own asks no network, so that a plan of the
+released 8B run needs neither weights nor one: its `drafter` is read where it lies already, and is of the recipe's
+fields, with a warning, where it does not. Weights, gradients and optimizer are exact; activations are an estimate, of
 the tensors that a step on the longest rows keeps.
 """
 
@@ -12,15 +13,22 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ..generation import XPressDrafterModel
-from ..modeling_xpress import XPressModel
+from ..modeling_xpress import XPressDrafterConfig, XPressModel
 from .adapters import adapt
 from .answers import LONGEST
 from .bounded import CHUNK
 from .optimizer import MuonAdamW
-from .recipes import Recipe, lora_config
+from .recipes import Recipe, continued_config, lora_config
 from .row_folder import MANIFEST, load_rows
+from .weighting import freeze_backbone
+
+
+logger = logging.get_logger(__name__)
+
+COUNTED = ("adamw_torch", "adamw_torch_fused")  # `optim` that keep two numbers in float32
 
 
 class Plan(NamedTuple):
@@ -39,9 +47,14 @@ class Plan(NamedTuple):
 
 def make_plan(recipe: Recipe, devices: int = 1) -> Plan:
     """The plan of a recipe on that many devices, each with a target of its own."""
+    if recipe.setting("optim") not in COUNTED:
+        raise ValueError(
+            f"`optim` is {recipe.setting('optim')!r}, whose memory is not counted here, expected one of "
+            f"{', '.join(COUNTED)}: leave it out for a plan with AdamW in its place."
+        )
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(target_config(recipe))
-        drafter = XPressDrafterModel.for_target(target, mask_token_id=0, **recipe.drafter_fields)
+        drafter = planned_drafter(recipe, target)
     rows, tokens, longest = row_counts(recipe)
     accumulated = recipe.setting("gradient_accumulation_steps")
     rows_per_step = recipe.setting("per_device_train_batch_size") * devices * accumulated
@@ -54,6 +67,8 @@ def make_plan(recipe: Recipe, devices: int = 1) -> Plan:
     if recipe.lora_rank is not None:
         with torch.device("meta"):
             drafter = adapt(drafter, lora_config(recipe))
+    if recipe.setting("freeze_backbone"):
+        freeze_backbone(drafter)
     trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
     half = recipe.setting("bf16") or recipe.setting("fp16")
     memory = {
@@ -80,6 +95,20 @@ def target_config(recipe: Recipe) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(recipe.target, revision=recipe.target_revision)
 
 
+def planned_drafter(recipe: Recipe, target: PreTrainedModel) -> XPressDrafterModel:
+    """The drafter that is trained: a fresh one, or of the config of the one to go on from."""
+    if recipe.drafter is not None:
+        try:
+            config = XPressDrafterConfig.from_pretrained(recipe.drafter, local_files_only=bool(recipe.target_config))
+            return XPressDrafterModel(continued_config(recipe, config))
+        except OSError:
+            logger.warning(
+                f"The config of {recipe.drafter} could not be read: the drafter is counted by the recipe's fields "
+                f"{recipe.drafter_fields}, and by the defaults of a fresh one."
+            )
+    return XPressDrafterModel.for_target(target, mask_token_id=0, **recipe.drafter_fields)
+
+
 def row_counts(recipe: Recipe) -> tuple[int, int, int]:
     """Rows, their tokens and the longest row that there may be: of the data, or what the recipe expects of it."""
     if (Path(recipe.data) / MANIFEST).exists():
@@ -95,11 +124,10 @@ def row_counts(recipe: Recipe) -> tuple[int, int, int]:
 
 def optimizer_bytes(recipe: Recipe, drafter: nn.Module) -> int:
     """AdamW keeps two numbers in float32 for every parameter, Muon one for every matrix entry."""
-    trained = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
     if recipe.optimizer == "adamw":
-        return 8 * sum(p.numel() for _, p in trained)
-    muon, adamw = MuonAdamW(trained, muon_lr=1.0, adamw_lr=1.0).parts
-    numbers = [sum(p.numel() for group in part.param_groups for p in group["params"]) for part in (muon, adamw)]
+        return 8 * sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    parts = MuonAdamW(drafter.named_parameters(), muon_lr=1.0, adamw_lr=1.0).parts
+    numbers = [sum(p.numel() for g in part.param_groups for p in g["params"] if p.requires_grad) for part in parts]
     return 4 * numbers[0] + 8 * numbers[1]
 
 

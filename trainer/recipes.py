@@ -251,7 +251,7 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, tokenizer: PreTrainedT
                 target, mask_token_id=mask_token_id(recipe, tokenizer), **recipe.drafter_fields
             )
         source = XPressDrafterModel.from_pretrained(recipe.drafter, dtype="float32")
-        config = XPressDrafterConfig.from_dict(source.config.to_dict() | recipe.drafter_fields)
+        config = continued_config(recipe, source.config)
     except StrictDataclassError as error:
         raise ValueError(f"the drafter's fields are {recipe.drafter_fields}: {error}") from error
     config.target_fingerprint = embedding_fingerprint(target)
@@ -268,6 +268,11 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, tokenizer: PreTrainedT
         )
     drafter.load_state_dict(weights, strict=False)
     return drafter
+
+
+def continued_config(recipe: Recipe, config: XPressDrafterConfig) -> XPressDrafterConfig:
+    """The config of a drafter that goes on from one of this config."""
+    return XPressDrafterConfig.from_dict(config.to_dict() | recipe.drafter_fields)
 
 
 def mask_token_id(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from xpress_drafter.cli import PROBLEMS, TINY, app
 from xpress_drafter.trainer.answers import AnswerSettings, user_turns, write_rows
 from xpress_drafter.trainer.chat_rows import prompt_ids
+from xpress_drafter.trainer.data import check_rows
 from xpress_drafter.trainer.prompts import read_conversations
 from xpress_drafter.trainer.row_folder import load_rows
 
@@ -248,6 +249,10 @@ def test_another_run_in_the_same_folder_is_refused(target_folder, tmp_path):
     make_target(seed=5, eos_token_id=END, pad_token_id=0).save_pretrained(moved)
     with pytest.raises(ValueError, match="begun with other settings: `weights` is"):
         make(str(moved), tmp_path / "rows", prompts(3))
+    config = json.loads((moved / "generation_config.json").read_text())
+    (moved / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": [9, END]}))
+    with pytest.raises(ValueError, match=r"`end_tokens` is \[1, 9\], there \[1\]; `weights` is"):
+        make(str(moved), tmp_path / "rows", prompts(3))
     word_tokenizer(THINKING).save_pretrained(moved)
     with pytest.raises(ValueError, match="`chat_template` is .*`weights` is"):
         make(str(moved), tmp_path / "rows", prompts(3))
@@ -316,6 +321,7 @@ def test_given_answers(target_folder, tmp_path, caplog, monkeypatch):
                 {"question": "w8", "answer": "w9 w10"},
                 {"messages": chat("w11", "w12", "w13", "w14", "w15")},
                 {"prompt": "w8 " * 70, "answer": "w9"},
+                {"prompt": "w8", "answer": "<think>\n\n</think>\n\n"},
             )
         )
     )
@@ -327,7 +333,9 @@ def test_given_answers(target_folder, tmp_path, caplog, monkeypatch):
     ]
     assert [row["loss_mask"][-1] for row in rows] == [1, 1]
     assert caplog.text.count("the drafter learns another distribution than the target's") == 1
-    assert manifest["counts"]["dropped"] == {"row_too_long": 1} and manifest["settings"]["weights"] is None
+    assert manifest["counts"]["dropped"] == {"row_too_long": 1, "empty_answer": 1}
+    assert manifest["settings"]["weights"] is None
+    check_rows(load_rows(tmp_path / "rows")[0])
 
 
 # Prompts.

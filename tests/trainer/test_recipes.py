@@ -174,19 +174,19 @@ def test_plan_counts_the_data_that_is_there(tiny):
         make_plan(tiny(data="elsewhere", expected_rows=None))
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["whole", "frozen"])
 @pytest.mark.parametrize("optimizer", ["muon", "adamw"])
-def test_plan_is_what_the_run_takes(tiny, optimizer):
+def test_plan_is_what_the_run_takes(tiny, optimizer, frozen):
     """Parameters, and the optimizer's state after a step, to the byte."""
-    recipe = tiny(optimizer=optimizer, max_steps=1)
+    recipe = tiny(optimizer=optimizer, max_steps=1, freeze_backbone=frozen)
     plan, trainer = make_plan(recipe), run(recipe)
     drafter = trainer.model
     assert plan.parameters["target"] == trainer.target.num_parameters()
     assert plan.parameters["refiner"] == sum(p.numel() for p in drafter.refiner.parameters())
-    assert (
-        plan.parameters["trained"]
-        == plan.parameters["backbone"] + plan.parameters["refiner"]
-        == drafter.num_parameters()
-    )
+    assert plan.parameters["backbone"] + plan.parameters["refiner"] == drafter.num_parameters()
+    assert plan.parameters["trained"] == drafter.num_parameters(only_trainable=True)
+    assert plan.parameters["trained"] == plan.parameters["refiner"] + plan.parameters["backbone"] * (not frozen)
+    assert plan.memory["gradients"] == 4 * plan.parameters["trained"]
     optimizers = trainer.optimizer.optimizer.parts if optimizer == "muon" else [trainer.optimizer.optimizer]
     state = [value for part in optimizers for entry in part.state.values() for value in entry.values()]
     tensors = [value for value in state if isinstance(value, torch.Tensor) and value.numel() > 1]
@@ -195,13 +195,34 @@ def test_plan_is_what_the_run_takes(tiny, optimizer):
 
 def test_plan_of_an_adapter(tiny):
     """Little is trained of the backbone, and the refiner in full, beside the one that it starts from."""
-    recipe = {"optimizer": "adamw", "drafter": "any"}
+    recipe = {"optimizer": "adamw", "drafter": str(TINY / "drafter")}
     adapted, whole = make_plan(tiny(lora_rank=4, **recipe)), make_plan(tiny(**recipe))
     added = adapted.parameters["trained"] - adapted.parameters["refiner"]
     assert 0 < added < 0.1 * whole.parameters["backbone"]
     held = whole.parameters["trained"] + adapted.parameters["trained"]
     assert adapted.memory["drafter, float32"] == 4 * held
     assert adapted.memory["optimizer, adamw"] == 8 * adapted.parameters["trained"]
+
+
+def test_plan_of_a_drafter_that_goes_on(rows, tmp_path, caplog, monkeypatch):
+    """Is of its config, and of the recipe's fields where those differ; where it cannot be read, the plan says so."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    path = tmp_path / "mine.yaml"
+    own = {"target": str(TINY / "target"), "data": rows, "output_dir": "o", "drafter": str(TINY / "drafter")}
+    path.write_text(yaml.safe_dump(own))
+    drafter = XPressDrafterModel.from_pretrained(TINY / "drafter")
+    sizes = [make_plan(read_recipe(str(path), fields)).parameters for fields in ({}, {"xpress_rank": 8})]
+    assert sizes[0]["refiner"] == sum(p.numel() for p in drafter.refiner.parameters()) > sizes[1]["refiner"] > 0
+    assert sizes[0]["backbone"] == drafter.num_parameters() - sizes[0]["refiner"] == sizes[1]["backbone"]
+    assert "could not be read" not in caplog.text
+    shape = AutoConfig.from_pretrained(TINY / "target").to_dict()
+    make_plan(read_recipe(str(path), {"drafter": "nobody/no-drafter", "target_config": shape, "xpress_rank": 8}))
+    assert "nobody/no-drafter could not be read" in caplog.text and "fields {'xpress_rank': 8}" in caplog.text
+
+
+def test_plan_of_an_optimizer_that_it_does_not_know(tiny):
+    with pytest.raises(ValueError, match="`optim` is 'adafactor', whose memory is not counted here, expected one of"):
+        make_plan(tiny(optimizer="adamw", optim="adafactor"))
 
 
 # Running.
