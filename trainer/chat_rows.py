@@ -52,8 +52,9 @@ def tokenize_chat(
     """
     One conversation with its answers as rows.
 
-    A chat template with `{% generation %}` markers says itself what is supervised. Without, each answer is what the
-    rendered conversation adds to its prompt; a `ValueError` says why where that cannot be told.
+    A chat template with `{% generation %}` markers says itself what is supervised; where it rewrites history, only of
+    each turn as the last one. Without markers, each answer is what the rendered conversation adds to its prompt. A
+    `ValueError` says why where that cannot be told.
 
     Args:
         messages (`list[dict]`): With `role` and `content`; ends with an assistant's message.
@@ -70,7 +71,7 @@ def tokenize_chat(
     if not answers:
         raise ValueError(f"the roles are {[m['role'] for m in messages]}, expected an 'assistant' to learn from.")
     if MARKER.search(tokenizer.get_chat_template()):
-        rows = [_marked_row(tokenizer, messages, end_tokens, template_args)]
+        rows = _marked_rows(tokenizer, messages, answers, end_tokens, template_args)
     else:
         rows = join_turns([_given_turn(tokenizer, messages[: i + 1], end_tokens, template_args) for i in answers])
     for row in rows:
@@ -121,6 +122,26 @@ def _from_parting(before: str, text: str) -> str:
     """Where two texts part, shown from a little before."""
     at = next((i for i, (a, b) in enumerate(zip(before, text)) if a != b), min(len(before), len(text)))
     return f"{text[max(at - 20, 0) : at + 20]!r} where the prompt has {before[max(at - 20, 0) : at + 20]!r}"
+
+
+def _marked_rows(tokenizer, messages: list[dict], answers: list[int], end_tokens: set[int], template_args: dict):
+    """The whole conversation as one row, or its turns joined where the template writes a turn otherwise later on."""
+    parts = [_marked_row(tokenizer, messages[: i + 1], end_tokens, template_args) for i in answers]
+    whole = _marked_row(tokenizer, messages, end_tokens, template_args)
+    if all(whole["input_ids"][: len(part["input_ids"])] == part["input_ids"] for part in parts):
+        return [whole]
+    prompts = [prompt_ids(tokenizer, messages[:i], **template_args) for i in answers]
+    return join_turns([_marked_turn(tokenizer, prompt, **part) for prompt, part in zip(prompts, parts)])
+
+
+def _marked_turn(tokenizer, prompt: list[int], input_ids: list[int], loss_mask: list[int]) -> Turn:
+    """The last answer of a row, up to the end of what is supervised of it."""
+    start = len(prompt)
+    if input_ids[:start] != prompt:
+        parting = _from_parting(tokenizer.decode(prompt), tokenizer.decode(input_ids))
+        raise _unclear(f"begins {parting}, which is not how the prompt for it goes on")
+    end = max((i + 1 for i in range(start, len(loss_mask)) if loss_mask[i]), default=start)
+    return Turn(prompt, input_ids[start:end], loss_mask[start:end])
 
 
 def _marked_row(tokenizer, messages: list[dict], end_tokens: set[int], template_args: dict) -> dict:

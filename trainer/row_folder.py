@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from accelerate.utils import align_module_device
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedModel
 
@@ -119,12 +120,19 @@ def _read_manifest(folder: Path) -> dict:
 
 
 def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:
-    """A hash of every tensor's name, shape and some evenly spread values: another for any other or further trained model."""
+    """
+    A hash of every tensor's name, shape and some evenly spread values: another for any other or further trained model.
+    The tensors are those of `state_dict`, read module by module, so that offloaded ones are there while they are read.
+    """
     parts = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        spread = torch.linspace(0, tensor.numel() - 1, samples, dtype=torch.float64).long().to(tensor.device)
-        values = tensor.flatten()[spread].double().cpu()
-        parts.update(f"{name} {list(tensor.shape)}".encode() + values.numpy().tobytes())
+    for path, module in model.named_modules(remove_duplicate=False):
+        with align_module_device(module):
+            own = {}
+            module._save_to_state_dict(own, f"{path}." if path else "", keep_vars=False)
+            for name, tensor in own.items():
+                spread = torch.linspace(0, tensor.numel() - 1, samples, dtype=torch.float64).long().to(tensor.device)
+                values = tensor.flatten()[spread].double().cpu()
+                parts.update(f"{name} {list(tensor.shape)}".encode() + values.numpy().tobytes())
     return parts.hexdigest()
 
 

@@ -1,5 +1,6 @@
 """`xpress data`: rows that a target wrote, what is kept out of them, kills, and what is refused."""
 
+import hashlib
 import json
 import logging
 import random
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from chatting import END, THINKING, WORDS, chat, spoken, word_tokenizer
 from datasets import Dataset
 from rig import make_target, plain
@@ -22,7 +24,7 @@ from xpress_drafter.trainer.answers import AnswerSettings, user_turns, write_row
 from xpress_drafter.trainer.chat_rows import prompt_ids
 from xpress_drafter.trainer.data import check_rows
 from xpress_drafter.trainer.prompts import read_conversations
-from xpress_drafter.trainer.row_folder import load_rows
+from xpress_drafter.trainer.row_folder import load_rows, weights_fingerprint
 
 
 BAD_WORD = "w90"  # its embedding is NaN
@@ -406,6 +408,23 @@ def test_a_data_set_of_the_hub_library(tmp_path):
 
 
 # Loading, and the command.
+
+
+def test_the_fingerprint_of_weights():
+    """Is that of the state dict, wherever the weights lie, and another after any step."""
+    model = make_target()
+    direct = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        spread = torch.linspace(0, tensor.numel() - 1, 64, dtype=torch.float64).long()
+        direct.update(f"{name} {list(tensor.shape)}".encode() + tensor.flatten()[spread].double().numpy().tobytes())
+    assert weights_fingerprint(model) == direct.hexdigest()
+    offloaded = cpu_offload(make_target(), execution_device="cpu")
+    assert offloaded.get_input_embeddings().weight.is_meta
+    assert weights_fingerprint(offloaded) == direct.hexdigest()
+    assert offloaded.get_input_embeddings().weight.is_meta
+    with torch.no_grad():
+        model.get_output_embeddings().weight.add_(1e-3)
+    assert weights_fingerprint(model) != direct.hexdigest()
 
 
 def test_rows_train(target_folder, tmp_path):

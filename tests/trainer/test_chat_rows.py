@@ -74,6 +74,23 @@ def test_history_that_a_template_rewrites_starts_another_row():
     ]
 
 
+@spans
+@pytest.mark.parametrize("end", ["{% endgeneration %} ;", " ;{% endgeneration %}"], ids=["end outside", "end inside"])
+def test_marked_history_that_a_template_rewrites_starts_another_row(end):
+    """The markers of a turn count where it is the last one, with its thought, and in no history; joined where they can be."""
+    marked = template(
+        "{% generation %} {{ message.content }}" + end,
+        history="{% generation %} {{ message.content.split('</think> ')[-1] }}" + end,
+        after=" |",
+    )
+    assert rows_of(marked, chat("w8", "<think> w9 </think> w10", "w11", "w12", "w13", "w14")) == [
+        "user: w8 ; bot: <THINK> W9 </THINK> W10 END",
+        "user: w8 ; bot: w10 ; | user: w11 ; bot: W12 END | user: w13 ; bot: W14 END",
+    ]
+    assert rows_of(marked, chat("w8", "w10", "w11", "w12")) == ["user: w8 ; bot: W10 END | user: w11 ; bot: W12 END |"]
+    assert rows_of(marked, chat("w8", "<think> w9 </think> w10")) == ["user: w8 ; bot: <THINK> W9 </THINK> W10 END |"]
+
+
 def test_thinking_switched_off_in_the_generation_prompt():
     """Its empty think block is the template's, not the target's."""
     one_turn = rows_of(THINKING, chat("w8", "w9"), enable_thinking=False)
