@@ -48,9 +48,9 @@ def test_greedy_text_is_plain_and_drafts_are_kept(pair):
                 assert torch.equal(plain, drafted)
         taus[passes] = drafting.tau
     measured = {row["arm"]: row["tau"] for row in json.loads((TINY / "measured.json").read_text())}
-    assert taus[7] > 0.9 * measured["xPress fixed point"], "the card promises more"
-    assert taus[7] > taus[0]
-    assert taus[6] == pytest.approx(taus[7], rel=0.02)
+    assert taus[7] > 0.9 * measured["xPress fixed point"], f"the card promises more than {taus}"
+    assert taus[7] > 2.8 and taus[7] > 1.1 * taus[0], taus
+    assert taus[6] == pytest.approx(taus[7], rel=0.01)
 
 
 def test_answers_read_like_answers(pair):

@@ -261,7 +261,7 @@ def base_logits(target: PreTrainedModel, h: torch.Tensor) -> torch.Tensor:
         logits = logits / divisor
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
         logits = torch.tanh(logits / cap) * cap
-    return logits.view(*h.shape[:-1], -1)
+    return logits.view(*h.shape[:-1], logits.shape[-1])
 
 
 __all__ = ["XPressModel", "XPressPreTrainedModel"]

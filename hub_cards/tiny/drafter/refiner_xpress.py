@@ -59,8 +59,12 @@ class XPressHead(nn.Module):
 
     def latents(self, block_NBR: torch.Tensor, prev_NB: torch.LongTensor) -> torch.Tensor:
         """The latents `[N, B, R]` of all slots, given the token before each slot."""
+        return self.mix_tokens(block_NBR, self.w1(prev_NB))
+
+    def mix_tokens(self, block_NBR: torch.Tensor, embedded_NBR: torch.Tensor) -> torch.Tensor:
+        """`latents`, given the rows of `w1` of the tokens before the slots."""
         token_RR = self.in_proj.weight[:, 2 * self.rank :]
-        x_NBR = block_NBR + F.linear(self.w1(prev_NB), token_RR)
+        x_NBR = block_NBR + F.linear(embedded_NBR, token_RR)
         x_NBR = x_NBR + self.mix(x_NBR)
         return x_NBR + self.mlp(x_NBR)
 
@@ -79,6 +83,10 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
 
     @property
+    def w1(self) -> nn.Embedding:
+        return self.markov_w1
+
+    @property
     def w2(self) -> nn.Linear:
         return self.markov_w2
 
@@ -86,7 +94,10 @@ class MarkovHead(nn.Module):
         return h_NBH.new_zeros(())
 
     def latents(self, block: torch.Tensor, prev_NB: torch.LongTensor) -> torch.Tensor:
-        return self.markov_w1(prev_NB)
+        return self.mix_tokens(block, self.w1(prev_NB))
+
+    def mix_tokens(self, block: torch.Tensor, embedded_NBR: torch.Tensor) -> torch.Tensor:
+        return embedded_NBR
 
     def forward(self, h_NBH: torch.Tensor, prev_NB: torch.LongTensor) -> torch.Tensor:
         return self.w2(self.latents(self.begin_block(h_NBH), prev_NB))
