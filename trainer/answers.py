@@ -284,9 +284,15 @@ def with_ids(index: int, rows: list[dict]) -> list[dict]:
 
 def load_tokenizer(target: str, revision: str | None) -> PreTrainedTokenizerBase:
     """
-    The target's tokenizer, padding on the left; raises without a chat template. Padding and truncation that
+    The target's tokenizer, padding on the left; raises without a chat template, and for an adapter. Padding and truncation that
     tokenizer.json was saved with are off: applying a chat template clears them, and rows are known by its hash.
     """
+    folder = Path(target)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(
+            f"the target {target} is a PEFT adapter, expected a whole model: merge it (`merge_and_unload`), save the "
+            "merged model and its tokenizer to a folder, and name that one."
+        )
     tokenizer = AutoTokenizer.from_pretrained(target, revision=revision, padding_side="left")
     if tokenizer.chat_template is None:
         raise ValueError(

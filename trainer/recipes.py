@@ -29,7 +29,8 @@ from .xpress_trainer import XPressTrainer, XPressTrainingArguments
 
 logger = logging.get_logger(__name__)
 
-FOLDER = Path(__file__).parent / "recipes"
+PACKAGE = Path(__file__).parents[1]
+FOLDER = PACKAGE / "trainer" / "recipes"
 SHIPPED = sorted(path.stem for path in FOLDER.glob("*.yaml"))
 NOTE = "recipe.yaml"  # what a run was made of, in its output folder
 
@@ -52,7 +53,7 @@ class Recipe:
     A training run.
 
     Args:
-        target (`str`), target_revision (`str`), target_dtype (`str`): The frozen target.
+        target (`str`), target_revision (`str`), target_dtype (`str`): The frozen target; an adapter is merged first.
         target_config (`dict`): Its shape, for a dry run that reads nothing; a target of another shape is refused.
         data, eval_data (`str`): Folders that `xpress data` made.
         expected_rows, expected_tokens (`int`): Of `data`, for a dry run before it is made.
@@ -98,6 +99,22 @@ class Recipe:
             )
         if "output_dir" not in self.training:
             raise ValueError("the recipe has no `output_dir`, expected the folder for checkpoints and drafter.")
+        self._refuse_ignored()
+
+    def _refuse_ignored(self) -> None:
+        """Raises for a value that nothing would read."""
+        values = self.values()
+        for name, ignored, beside in (
+            ("mask_token", self.drafter is not None, "a `drafter`, which has its own"),
+            ("muon_learning_rate", self.optimizer != "muon", f"`optimizer` {self.optimizer!r}"),
+            ("optim", self.optimizer == "muon", "`optimizer` 'muon'"),
+            ("lora_alpha", self.lora_rank is None, "no `lora_rank`"),
+            ("freeze_backbone", self.lora_rank is not None and self.setting("freeze_backbone"), "`lora_rank`"),
+        ):
+            if ignored and values.get(name) is not None:
+                raise ValueError(
+                    f"`{name}` is {values[name]!r} beside {beside}: nothing would read it, expected it left out."
+                )
 
     def values(self) -> dict[str, Any]:
         """The recipe as a YAML would say it."""
@@ -124,13 +141,19 @@ _Loader.add_implicit_resolver(
 
 
 def read_recipe(name: str, overrides: dict[str, Any] | None = None) -> Recipe:
-    """A shipped recipe's name or the path of a YAML file, with other values for some of its keys."""
-    path = FOLDER / f"{name}.yaml" if name in SHIPPED else Path(name)
+    """
+    A shipped recipe's name or the path of a YAML file, with other values for some of its keys. A target that ships with
+    the package is found from any working directory.
+    """
+    shipped = name in SHIPPED
+    path = FOLDER / f"{name}.yaml" if shipped else Path(name)
     if not path.is_file():
         raise ValueError(f"{name!r} is no recipe, expected one of {', '.join(SHIPPED)}, or the path of a YAML file.")
     values = _parse(path.read_text(encoding="utf-8"), str(path))
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}, expected `key: value` lines.")
+    if shipped and (PACKAGE / values["target"]).is_dir():
+        values["target"] = str(PACKAGE / values["target"])
     values |= overrides or {}
     for key, value in values.items():
         _check_value(key, value)
@@ -206,6 +229,11 @@ def lora_config(recipe: Recipe) -> LoraConfig | None:
 
 def run(recipe: Recipe) -> XPressTrainer:
     """Trains, or goes on from the last whole checkpoint in `output_dir`; a run that came to its end is only loaded."""
+    if recipe.eval_data is not None and recipe.setting("eval_strategy") == "no":
+        raise ValueError(
+            f"`eval_data` is {recipe.eval_data!r} but `eval_strategy` 'no': nothing would read it. Set "
+            "`eval_strategy=steps` or `epoch`, or leave it out."
+        )
     trainer = make_trainer(recipe)
     args, out = trainer.args, Path(trainer.args.output_dir)
     checkpoint = last_whole_checkpoint(str(out))

@@ -306,6 +306,14 @@ def test_a_target_without_a_chat_template_is_refused(target_folder, tmp_path):
         make(str(folder), tmp_path / "rows", prompts(2))
 
 
+def test_a_target_that_is_an_adapter_is_refused(target_folder, tmp_path):
+    """By both commands, which begin with its tokenizer."""
+    shutil.copytree(target_folder, tmp_path / "adapter")
+    (tmp_path / "adapter" / "config.json").rename(tmp_path / "adapter" / "adapter_config.json")
+    with pytest.raises(ValueError, match="adapter is a PEFT adapter, expected a whole model: merge it"):
+        make(str(tmp_path / "adapter"), tmp_path / "rows", prompts(2))
+
+
 # Given answers.
 
 

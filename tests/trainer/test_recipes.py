@@ -118,6 +118,14 @@ REFUSED = [
     ({"optimizer": "sgd"}, "`optimizer` is 'sgd', expected one of adamw, muon"),
     ({"target_dtype": "int8"}, "`target_dtype` is 'int8', expected one of float32"),
     ({"lora_rank": 8}, "`lora_rank` is 8 without a `drafter` to adapt"),
+    ({"mask_token": "<|mask|>", "drafter": "d"}, "`mask_token` is '<|mask|>' beside a `drafter`, which has its own"),
+    ({"optimizer": "adamw", "muon_learning_rate": 0.1}, "`muon_learning_rate` is 0.1 beside `optimizer` 'adamw'"),
+    ({"optim": "adamw_torch"}, "`optim` is 'adamw_torch' beside `optimizer` 'muon': nothing would read it"),
+    ({"lora_alpha": 8}, "`lora_alpha` is 8 beside no `lora_rank`"),
+    (
+        {"lora_rank": 8, "drafter": "d", "optimizer": "adamw", "freeze_backbone": True},
+        "`freeze_backbone` is True beside `lora_rank`",
+    ),
     ({"lora_rank": 8, "drafter": "d"}, "`lora_rank` is 8 and `optimizer` 'muon', expected 'adamw'"),
 ]
 
@@ -126,6 +134,11 @@ REFUSED = [
 def test_values_that_are_refused(overrides, message):
     with pytest.raises(ValueError, match=message):
         read_recipe("tiny", overrides)
+
+
+def test_rows_that_no_evaluation_reads_are_refused(tiny, rows):
+    with pytest.raises(ValueError, match="`eval_data` is .* but `eval_strategy` 'no': nothing would read it"):
+        run(tiny(eval_data=rows))
 
 
 def test_recipes_that_are_none(tmp_path):
@@ -164,6 +177,15 @@ def test_plans_of_the_shipped_ones_load_nothing(monkeypatch, tmp_path):
     assert result.exit_code == 0, output
     assert invoke("qwen3-8b-b16", "--devices", "8")[1].count("expected `accelerate launch` to say it") == 1
     assert "steps 6,250" in output and "8,190.7 M" in output and "in all 36." in output
+
+
+def test_plan_of_the_shipped_pair_from_any_folder(monkeypatch, tmp_path):
+    """Its target lies in the package, wherever one stands; one that is named otherwise lies where one stands."""
+    monkeypatch.chdir(tmp_path)
+    plan = make_plan(read_recipe("tiny"))
+    assert plan.parameters["target"] == AutoModelForCausalLM.from_pretrained(TINY / "target").num_parameters()
+    assert plan.rows == read_recipe("tiny").expected_rows
+    assert read_recipe("tiny", {"target": "hub_cards/tiny/target"}).target == "hub_cards/tiny/target"
 
 
 def test_plan_counts_the_data_that_is_there(tiny):
