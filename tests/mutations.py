@@ -69,6 +69,34 @@ MUTATIONS = [
         "self.cache.crop(min(kept - drafts.shape[1], 0))",
         "tests/generation/test_greedy.py",
     ),
+    Mutation(
+        "the base gets no gradient from the refined terms",
+        "trainer/bounded.py",
+        "                self.grad_base_QV += grad_QV\n",
+        "",
+        "tests/trainer/test_objective.py",
+    ),
+    Mutation(
+        "L1's gradient without its mean",
+        "trainer/bounded.py",
+        "l1_weight * (1.0 + pull_Q1)",
+        "l1_weight",
+        "tests/trainer/test_objective.py",
+    ),
+    Mutation(
+        "anchors that no step changes",
+        "trainer/xpress_trainer.py",
+        "(args.seed * 1_000_003 + draw) % 2**32",
+        "args.seed",
+        "tests/trainer/test_trainer.py",
+    ),
+    Mutation(
+        "the batch that was being written is not made again",
+        "trainer/answers.py",
+        "range(out.batches * settings.batch_size,",
+        "range((out.batches + 1) * settings.batch_size if out.batches else 0,",
+        "tests/trainer/test_answers.py",
+    ),
 ]
 
 
