@@ -53,6 +53,21 @@ def test_other_lines_are_the_ones_that_ci_runs():
     assert 'pip install --quiet -e ".[test]"' in ci and "pytest -n 2 -q" in ci
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/train-a-drafter.md", "docs/choices.md", "NOTES.md"])
+def test_links_and_commands_of_every_page(page):
+    """Every relative link leads somewhere; every `xpress` command and option in a block exists."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert "://" in link or (ROOT / page).parent.joinpath(link).exists(), link
+    for block in re.findall(r"```(?:ba)?sh\n(.*?)```", text, flags=re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line)
+            if words[:1] == ["xpress"]:
+                shown = CliRunner().invoke(app, [words[1], "--help"])
+                assert shown.exit_code == 0, line
+                assert [w for w in words if w.startswith("--") and w not in shown.output] == [], line
+
+
 def test_nothing_private_is_committed():
     """No path of one machine in a product file (the pattern is split so that it does not find itself)."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
