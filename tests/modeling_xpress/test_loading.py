@@ -1,5 +1,6 @@
 """Saving and loading: what a folder holds, which folders load as they are, and which are refused and how."""
 
+import copy
 import json
 import logging
 import struct
@@ -36,7 +37,13 @@ def warnings_seen():
 
 @torch.no_grad()
 def output(model: XPressDrafterModel) -> torch.Tensor:
-    """A forward of fixed inputs: states, and the refiner's bias behind them."""
+    """
+    A forward of fixed inputs: states, and the refiner's bias behind them.
+
+    By a copy of the model: on some processors the last bit of a product depends on how its weights lie in memory, and a
+    file's lie as they come.
+    """
+    model = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn(1, BLOCK, HIDDEN, generator=generator).to(model.dtype)
     context = torch.randn(1, 4, 2 * HIDDEN, generator=generator).to(model.dtype)

@@ -28,7 +28,8 @@ def make_rows(n: int, seed: int = 0) -> list[dict]:
 def fresh_process(module: str, function: str, *args) -> subprocess.Popen:
     """`function(*args)` of a test module here, in an interpreter of its own: a fork would wait for threads it lacks."""
     here = str(Path(__file__).parent)
-    start = f"import sys; sys.path[:0] = sys.argv[1:3]; import {module}; {module}.{function}(*sys.argv[3:])"
+    start = "import sys, torch; sys.path[:0] = sys.argv[1:3]; torch.set_num_threads(1); "  # as in this process
+    start += f"import {module}; {module}.{function}(*sys.argv[3:])"
     return subprocess.Popen([sys.executable, "-c", start, here, str(Path(here).parent), *map(str, args)])
 
 
