@@ -132,7 +132,8 @@ def train(
     from transformers.utils import logging
 
     from .trainer.plan import make_plan
-    from .trainer.recipes import parse_overrides, read_recipe, run, save_drafter
+    from .trainer.recipe_runs import run, save_drafter
+    from .trainer.recipes import parse_overrides, read_recipe
 
     logging.disable_progress_bar()
     try:

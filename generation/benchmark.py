@@ -13,12 +13,9 @@ from ..modeling_xpress import MarkovHead, XPressHead
 from .jacobi_xpress import resolve_block, resolve_left_to_right
 
 
-def refinement_ways(
-    vocab_size: int, hidden_size: int, rank: int, mlp_width: int, block_size: int, shortlist: int, dtype: torch.dtype
-) -> dict:
-    """Name to function: each resolves one block of random weights and base logits of that shape."""
-    torch.manual_seed(0)
-    config = SimpleNamespace(
+def head_shape(vocab_size: int, hidden_size: int, rank: int, mlp_width: int, block_size: int) -> SimpleNamespace:
+    """What `XPressHead` and `MarkovHead` read of a config."""
+    return SimpleNamespace(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         block_size=block_size,
@@ -26,6 +23,14 @@ def refinement_ways(
         xpress_mlp_hidden=mlp_width,
         markov_rank=rank,
     )
+
+
+def refinement_ways(
+    vocab_size: int, hidden_size: int, rank: int, mlp_width: int, block_size: int, shortlist: int, dtype: torch.dtype
+) -> dict:
+    """Name to function: each resolves one block of random weights and base logits of that shape."""
+    torch.manual_seed(0)
+    config = head_shape(vocab_size, hidden_size, rank, mlp_width, block_size)
     xpress, markov = XPressHead(config).to(dtype).eval(), MarkovHead(config).to(dtype).eval()
     for parameter in xpress.parameters():
         torch.nn.init.normal_(parameter, std=0.5)

@@ -4,10 +4,10 @@ import resource
 import sys
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 
+from ..generation.benchmark import head_shape
 from ..modeling_xpress import XPressHead
 from .bounded import ObjectiveInputs, bounded_objective
 from .objective import position_weights, xpress_objective
@@ -18,14 +18,7 @@ def objective_ways(
 ) -> dict:
     """Name to function: each is one step's loss and gradients on random blocks, arithmetic in `dtype`."""
     torch.manual_seed(0)
-    config = SimpleNamespace(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        block_size=block_size,
-        xpress_rank=rank,
-        xpress_mlp_hidden=mlp_width,
-    )
-    refiner = XPressHead(config)
+    refiner = XPressHead(head_shape(vocab_size, hidden_size, rank, mlp_width, block_size))
     for parameter in refiner.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     head = torch.nn.Linear(hidden_size, vocab_size, bias=False, dtype=dtype).requires_grad_(False)

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import logging
 
 
@@ -29,6 +29,13 @@ def _is_whole(folder: Path) -> bool:
     except (OSError, ValueError):
         return False
     return True
+
+
+def ended_state(folder: str, args: TrainingArguments) -> TrainerState | None:
+    """The state of a checkpoint behind which no step is left, of which `Trainer` would take one more; else nothing."""
+    state = TrainerState.load_from_json(str(Path(folder) / STATE))
+    ended = state.global_step >= args.max_steps if args.max_steps > 0 else state.epoch >= args.num_train_epochs
+    return state if ended else None
 
 
 def check_resumable(folder: str) -> None:

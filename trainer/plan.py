@@ -21,7 +21,8 @@ from .adapters import adapt
 from .answers import LONGEST
 from .bounded import CHUNK
 from .optimizer import MuonAdamW
-from .recipes import Recipe, continued_config, lora_config
+from .recipe_runs import continued_config, lora_config
+from .recipes import Recipe
 from .row_folder import MANIFEST, load_rows
 from .weighting import freeze_backbone
 

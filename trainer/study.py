@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean, stdev
 
-from .recipes import make_trainer, read_recipe
+from .recipe_runs import make_trainer
+from .recipes import read_recipe
 
 
 FROZEN = "frozen"  # of a variant: the weights that stay as they start, by the end of their names

@@ -16,7 +16,8 @@ from pathlib import Path
 from datasets import Dataset
 
 from .answers import AnswerSettings, write_rows
-from .recipes import read_recipe, run, save_drafter
+from .recipe_runs import run, save_drafter
+from .recipes import read_recipe
 from .row_folder import load_rows
 from .tiny_target import read_rows, split, train_target
 

@@ -5,10 +5,12 @@ The frozen target runs inside the trainer, without gradient and never in a check
 
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 from peft import PeftConfig, PeftModel
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerState
+from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging
 
 from ..generation.pairing_xpress import check_pair
@@ -17,7 +19,7 @@ from .adapters import adapt
 from .arguments import XPressTrainingArguments
 from .blocks import Blocks, cut_blocks, sample_anchors, spread_anchors, teacher_positions
 from .bounded import ObjectiveInputs, bounded_objective
-from .checkpoints import CloseLogAtSave, check_resumable, last_whole_checkpoint
+from .checkpoints import CloseLogAtSave, check_resumable, ended_state, last_whole_checkpoint
 from .data import XPressCollator, check_rows
 from .drafting import draft_blocks, label_probabilities, own_draft
 from .feature_cache import read_states
@@ -73,7 +75,8 @@ class XPressTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs):
         """
         As `Trainer.train`, except that `resume_from_checkpoint=True` means the last checkpoint that was written to its
-        end, or the start where there is none: a killed run goes on by the call that began it.
+        end, or the start where there is none: a killed run goes on by the call that began it. A run that came to its end
+        is loaded as it ended, with its best weights where the arguments ask for those.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
@@ -81,8 +84,19 @@ class XPressTrainer(Trainer):
                 logger.warning(f"{self.args.output_dir} holds no whole checkpoint: training begins at step 0.")
         if resume_from_checkpoint:
             check_resumable(resume_from_checkpoint)
+            if (state := ended_state(resume_from_checkpoint, self.args)) is not None:
+                return self.load_ended(resume_from_checkpoint, state)
         self._sums = Sums()
         return super().train(resume_from_checkpoint or None, **kwargs)
+
+    def load_ended(self, checkpoint: str, state: TrainerState) -> TrainOutput:
+        """Takes up weights and history of a run that has no step left."""
+        if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            # Beside the last one: the folder may have been moved.
+            checkpoint = str(Path(checkpoint).with_name(Path(state.best_model_checkpoint).name))
+        self._load_from_checkpoint(checkpoint)
+        self.state = state
+        return TrainOutput(state.global_step, 0.0, {})
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         # As `Trainer`, except that the backbone may learn at a rate of its own.

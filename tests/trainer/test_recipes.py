@@ -17,7 +17,8 @@ from xpress_drafter.trainer import XPressTrainingArguments, recipes, tiny_pair
 from xpress_drafter.trainer.answers import AnswerSettings, write_rows
 from xpress_drafter.trainer.plan import make_plan
 from xpress_drafter.trainer.prompts import read_conversations
-from xpress_drafter.trainer.recipes import SHIPPED, make_trainer, parse_overrides, read_recipe, run, save_drafter
+from xpress_drafter.trainer.recipe_runs import make_trainer, run, save_drafter
+from xpress_drafter.trainer.recipes import SHIPPED, parse_overrides, read_recipe
 
 
 @pytest.fixture(scope="module")

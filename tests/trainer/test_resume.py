@@ -193,3 +193,13 @@ def test_a_checkpoint_generates_where_we_are_not_installed(tmp_path):
     )
     assert torch.equal(sequences, plain(target(), prompt(), 20))
     assert rounds == [tuple(round) for round in ours.drafting.rounds] and len(rounds) > 1
+
+
+def test_a_run_that_ended_takes_no_step_more(tmp_path):
+    """Ended inside an epoch: the call that began it only loads what it left."""
+    options = {"rows": make_rows(16), "folder": tmp_path, "max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    first, again = make_trainer(**options), make_trainer(**options)
+    first.train()
+    assert again.train(resume_from_checkpoint=True).global_step == again.state.global_step == 3
+    weights = again.model.state_dict()
+    assert all(torch.equal(weights[name], weight) for name, weight in first.model.state_dict().items())

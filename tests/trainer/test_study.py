@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from xpress_drafter.cli import TINY, app
 from xpress_drafter.trainer import study
 from xpress_drafter.trainer.benchmark import measure, objective_ways
-from xpress_drafter.trainer.recipes import make_trainer, read_recipe
+from xpress_drafter.trainer.recipe_runs import make_trainer
+from xpress_drafter.trainer.recipes import read_recipe
 from xpress_drafter.trainer.study import ABLATION, CHOICES, run_study, study_table
 from xpress_drafter.trainer.tiny_pair import answer
 

@@ -272,9 +272,8 @@ class DecodingLoop:
             return weights[:, :, i : i + 1]
         end = weights.shape[-1] - T + i + 1
         visible = past + i + 1
-        window = getattr(self.cache.layers[layer], "sliding_window", None)
-        if window is not None:
-            visible = min(visible, window)
+        if self.cache.layers[layer].is_sliding:
+            visible = min(visible, self.cache.layers[layer].sliding_window)
         return weights[:, :, i : i + 1, end - visible : end]
 
     def output(self) -> XPressGenerateOutput:
