@@ -19,6 +19,7 @@ from .cli_lab import lab_app
 from .cli_training import training_app
 from .generation.evaluation import compare, pass_arms
 from .generation.statistics_xpress import DraftingStatistics, track_drafting
+from .trainer.bfloat16 import warn_of_slow_bf16
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -65,6 +66,8 @@ class RoundStreamer:
 def torch_dtype(name: str) -> torch.dtype:
     if name not in ("float32", "bfloat16"):
         raise typer.BadParameter(f"--dtype is {name!r}, expected float32 or bfloat16.")
+    if name == "bfloat16":
+        warn_of_slow_bf16("--dtype is bfloat16", "--dtype float32")
     return getattr(torch, name)
 
 

@@ -73,6 +73,7 @@ def evaluate_pair(
 ):
     """Drafters beside plain `generate` and its other ways, prompt by prompt in one process; resumable."""
     from .hub_cards.reports import plotting
+    from .trainer.bfloat16 import warn_of_slow_bf16
 
     roles = {"drafter": drafter, "markov": markov, "dflash": dflash, "assistant": assistant}
     models = {role: name for role, name in roles.items() if name is not None}
@@ -80,6 +81,8 @@ def evaluate_pair(
     try:
         if plots:
             plotting()
+        if dtype == "bfloat16":
+            warn_of_slow_bf16("--dtype is bfloat16", "--dtype float32", place(device))
         choice = Choice(
             prompts=prompts,
             target=target,

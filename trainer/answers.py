@@ -29,6 +29,7 @@ from transformers import (
 )
 from transformers.utils import cached_file, extract_commit_hash, logging
 
+from .bfloat16 import warn_of_slow_bf16
 from .chat_rows import Turn, answer_turn, join_turns, prompt_ids, tokenize_chat
 from .row_folder import RowFolder, sha256, weights_fingerprint
 
@@ -330,6 +331,8 @@ def load_target(settings: AnswerSettings, tokenizer: PreTrainedTokenizerBase, en
     target = AutoModelForCausalLM.from_pretrained(
         settings.target, revision=settings.revision, dtype=getattr(torch, settings.dtype), device_map="auto"
     ).eval()
+    if settings.dtype == "bfloat16":
+        warn_of_slow_bf16("`dtype` is bfloat16", "`dtype` to float32 (`--dtype float32`)", target.device)
     target.generation_config = GenerationConfig(eos_token_id=sorted(end_tokens), pad_token_id=tokenizer.pad_token_id)
     return target
 

@@ -12,6 +12,7 @@ from ..generation import XPressDrafterModel
 from ..generation.evaluation_runs import differences
 from ..modeling_xpress import XPressDrafterConfig, embedding_fingerprint
 from .answers import load_tokenizer
+from .bfloat16 import warn_of_slow_bf16
 from .checkpoints import last_whole_checkpoint
 from .optimizer import MuonAdamW
 from .recipes import Recipe, parse_yaml
@@ -31,6 +32,8 @@ def make_trainer(recipe: Recipe) -> XPressTrainer:
     held_out = None if recipe.eval_data is None else load_rows(recipe.eval_data)[0]
     set_seed(args.seed)
     tokenizer = load_tokenizer(recipe.target, recipe.target_revision)
+    if recipe.target_dtype == "bfloat16":
+        warn_of_slow_bf16("`target_dtype` is bfloat16", "`target_dtype=float32`", args.device)
     target = AutoModelForCausalLM.from_pretrained(
         recipe.target, revision=recipe.target_revision, dtype=recipe.target_dtype
     )

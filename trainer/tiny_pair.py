@@ -16,6 +16,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from .answers import AnswerSettings, write_rows
+from .bfloat16 import multiplies_bf16
 from .recipe_runs import run, save_drafter
 from .recipes import read_recipe
 from .row_folder import load_rows
@@ -46,7 +47,8 @@ def build_tiny(data: Path, out: Path, seed: int = 0) -> None:
 def answer(questions: list[str], out: Path, name: str) -> tuple[Dataset, dict]:
     """The target's own greedy answers, in `out/work/name`: rows and their manifest."""
     chats = [[{"role": "user", "content": question}] for question in questions]
-    settings = AnswerSettings(target=str(out / "target"), max_new_tokens=MAX_ANSWER, batch_size=128)
+    dtype = "bfloat16" if multiplies_bf16() else "float32"
+    settings = AnswerSettings(target=str(out / "target"), max_new_tokens=MAX_ANSWER, batch_size=128, dtype=dtype)
     folder = out / "work" / name
     write_rows(chats, folder, settings, lambda done, _: print(f"{name}: {done} of {len(chats)}", flush=True))
     return load_rows(folder)
@@ -94,8 +96,10 @@ def train_drafter(out: Path, seed: int) -> None:
     """Trains the drafter by the recipe `tiny` and saves it in bf16 under `out/drafter`."""
     work = out / "work"
     own = {"target": out / "target", "data": work / "answers", "output_dir": work / "drafter-checkpoints"}
-    recipe = read_recipe("tiny", {key: str(path) for key, path in own.items()} | {"seed": seed, "disable_tqdm": True})
-    trainer = run(recipe)
+    own = {key: str(path) for key, path in own.items()} | {"seed": seed, "disable_tqdm": True}
+    if not multiplies_bf16():
+        own |= {"bf16": False, "target_dtype": "float32"}
+    trainer = run(read_recipe("tiny", own))
     save_drafter(trainer, out / "drafter")
     history = [{key: round(float(value), 5) for key, value in row.items()} for row in trainer.state.log_history]
     (work / "drafter-log.json").write_text(json.dumps(history, indent=1))

@@ -17,6 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from .bfloat16 import multiplies_bf16
 from .optimizer import MuonAdamW
 
 
@@ -112,7 +113,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def language_loss(model: Qwen3ForCausalLM, windows: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=multiplies_bf16()):
         return model(input_ids=windows, labels=windows).loss
 
 

@@ -17,6 +17,7 @@ from ..generation.pairing_xpress import check_pair
 from ..modeling_xpress import XPressModel, base_logits
 from .adapters import adapt
 from .arguments import XPressTrainingArguments
+from .bfloat16 import warn_of_slow_bf16
 from .blocks import Blocks, cut_blocks, sample_anchors, spread_anchors, teacher_positions
 from .bounded import ObjectiveInputs, bounded_objective
 from .checkpoints import CloseLogAtSave, check_resumable, ended_state, last_whole_checkpoint
@@ -54,14 +55,18 @@ class XPressTrainer(Trainer):
     ):
         _check_drafter(drafter)
         check_pair(drafter, target)
+        lengths = {}
         for name in ("train_dataset", "eval_dataset"):
             datasets = kwargs.get(name)
             for dataset in datasets.values() if isinstance(datasets, dict) else [datasets]:
                 if dataset is not None:
-                    check_rows(dataset)
+                    lengths[name] = check_rows(dataset)
+        self._longest_row = lengths.get("train_dataset")
         if peft_config is not None:
             drafter = adapt(drafter, peft_config)
         _check_options(drafter, args, kwargs)
+        if args.bf16:
+            warn_of_slow_bf16("`bf16` is set", "`bf16=False`", args.device)
         if args.freeze_backbone:
             freeze_backbone(drafter)
         self.target = freeze_target(target, args.device)
@@ -82,12 +87,19 @@ class XPressTrainer(Trainer):
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 logger.warning(f"{self.args.output_dir} holds no whole checkpoint: training begins at step 0.")
+        self.note_length()
         if resume_from_checkpoint:
             check_resumable(resume_from_checkpoint)
             if (state := ended_state(resume_from_checkpoint, self.args)) is not None:
                 return self.load_ended(resume_from_checkpoint, state)
         self._sums = Sums()
         return super().train(resume_from_checkpoint or None, **kwargs)
+
+    def note_length(self) -> None:
+        """Writes into the drafter's config how long the rows are that it trains on; a stream does not tell."""
+        config = bare_drafter(self.model).config
+        lengths = [length for length in (config.trained_length, self._longest_row) if length is not None]
+        config.trained_length = max(lengths, default=None)
 
     def load_ended(self, checkpoint: str, state: TrainerState) -> TrainOutput:
         """Takes up weights and history of a run that has no step left."""

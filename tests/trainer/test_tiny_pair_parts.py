@@ -6,7 +6,9 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
-from xpress_drafter.trainer.optimizer import MuonAdamW
+from xpress_drafter.trainer import optimizer as optimizer_module
+from xpress_drafter.trainer.bfloat16 import multiplies_bf16, warn_of_slow_bf16
+from xpress_drafter.trainer.optimizer import MuonAdamW, orthogonalized
 from xpress_drafter.trainer.tiny_pair import vary_questions
 
 
@@ -44,13 +46,13 @@ def step(model, optimizer):
     optimizer.step()
 
 
-def test_matrices_go_to_muon_and_the_rest_to_adamw():
+def test_matrices_go_to_muon_and_the_rest_to_adamw(monkeypatch):
+    """In bf16 as torch's own Muon, to the last bit."""
+    monkeypatch.setattr(optimizer_module, "multiplies_bf16", lambda device: True)
     model = small_model()
     optimizer = MuonAdamW(model.named_parameters(), muon_lr=0.02, adamw_lr=1e-3)
     muon, adamw = (group["params"] for group in optimizer.param_groups)
     assert [p is model["layer"].weight for p in muon] == [True] and len(adamw) == 3
-    parts = [torch.optim.Muon, torch.optim.AdamW]
-    assert [type(part) for part in optimizer.parts] == parts
     other = small_model()
     alone = [
         torch.optim.Muon([other["layer"].weight], lr=0.02, weight_decay=0.01, momentum=0.95),
@@ -69,6 +71,27 @@ def test_matrices_go_to_muon_and_the_rest_to_adamw():
             part.zero_grad()
     for ours, theirs in zip(model.parameters(), other.parameters()):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24), (16, 16)])
+def test_a_step_in_float32_is_that_in_bf16_without_its_rounding(monkeypatch, shape):
+    matrix = nn.init.orthogonal_(torch.empty(shape)) * torch.linspace(0.5, 2.0, shape[1])
+    steps = {}
+    for bf16 in (True, False):
+        monkeypatch.setattr(optimizer_module, "multiplies_bf16", lambda device, bf16=bf16: bf16)
+        steps[bf16] = orthogonalized(matrix)
+    assert [steps[bf16].dtype for bf16 in (True, False)] == [torch.bfloat16, torch.float32]
+    assert torch.allclose(steps[True].float(), steps[False], atol=0.05)
+    values = torch.linalg.svdvals(steps[False])
+    assert 0.5 < values.min() and values.max() < 1.5
+
+
+def test_slow_bf16_is_said_where_it_is_slow_alone(monkeypatch, caplog):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    warn_of_slow_bf16("a test asks", "`bf16=False`", "cuda")
+    assert not caplog.text and multiplies_bf16("cuda") and not multiplies_bf16()
+    warn_of_slow_bf16("a test asks", "`bf16=False`")
+    assert "a test asks on a CPU without bf16 instructions" in caplog.text and "set `bf16=False`" in caplog.text
 
 
 def test_it_goes_on_from_its_state_and_follows_a_schedule():
