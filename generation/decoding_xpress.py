@@ -19,7 +19,15 @@ from transformers.utils import logging
 from ..modeling_xpress.modeling_xpress import XPressModel
 from .acceptance_xpress import verify
 from .candidate_generator_xpress import XPressCandidateGenerator, row_wise
-from .pairing_xpress import check_call, check_options, check_pair, check_prefix, real_tokens, warn_of_another_target
+from .pairing_xpress import (
+    check_call,
+    check_options,
+    check_pair,
+    check_prefix,
+    real_tokens,
+    warn_of_another_target,
+    warn_of_length,
+)
 from .statistics_xpress import DraftingStatistics, Round, timed, tracked
 
 
@@ -83,6 +91,7 @@ def assisted_decoding(
         loop.run = timed("total", loop.run, sinks, target.device)
     with _past_recording(cache):
         loop.run(sinks)
+    warn_of_length(drafter, generator.context.ids.shape[1])
     if len(loop.statistics.rounds) >= USELESS_ROUNDS and loop.statistics.tau < USELESS_TAU:
         logger.warning_once(
             f"The drafter hardly helps: tau is {loop.statistics.tau:.2f} tokens per round over "

@@ -25,12 +25,18 @@ def check_row(row: dict, name: str = "row") -> None:
         )
 
 
-def check_rows(rows) -> None:
-    """`check_row` for a whole data set, before any work; a stream's rows are checked when they come."""
+def check_rows(rows) -> int | None:
+    """
+    `check_row` for a whole data set, before any work; returns the longest row's tokens. A stream's rows are checked when
+    they come, and how long they will be is not known.
+    """
     if isinstance(rows, IterableDataset):
-        return
+        return None
+    longest = 0
     for number, row in enumerate(rows):
         check_row(row, f"row {number}")
+        longest = max(longest, len(row["input_ids"]))
+    return longest
 
 
 @dataclass

@@ -19,6 +19,7 @@ from transformers.cache_utils import StaticLayer
 from xpress_drafter import DraftingStatistics, track_drafting
 from xpress_drafter.generation import statistics_xpress
 from xpress_drafter.generation.decoding_xpress import logger as decoding_logger
+from xpress_drafter.generation.pairing_xpress import logger as pairing_logger
 from xpress_drafter.generation.statistics_xpress import Round
 
 
@@ -146,6 +147,19 @@ def test_a_useless_drafter_is_named(caplog):
     drafted(target(), prompt(), make_drafter(target()), 40)
     decoding_logger.removeHandler(caplog.handler)
     assert "tau is 1." in caplog.text and "trained for this target" in caplog.text
+
+
+def test_length_past_the_trained_one_is_named_once(caplog):
+    drafter = make_drafter(target())
+    pairing_logger.warning_once.cache_clear()
+    for trained_length, new_tokens in ((None, 14), (20, 20 - prompt().shape[1])):
+        drafter.config.trained_length = trained_length
+        drafted(target(), prompt(), drafter, new_tokens)
+    assert "went past" not in caplog.text
+    for new_tokens in (14, 18):
+        output, _ = drafted(target(), prompt(), drafter, new_tokens)
+        assert torch.equal(output, plain(target(), prompt(), new_tokens))
+    assert caplog.text.count("went past 20 tokens, the longest that the drafter was trained on") == 1
 
 
 def test_output_has_the_cache_under_upstreams_name():

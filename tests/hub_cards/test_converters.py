@@ -132,7 +132,7 @@ def test_unconverted_checkpoint_says_how_to_convert_it(tmp_path):
 
 @pytest.mark.parametrize("refiner", ["xpress", "markov", None])
 def test_released_form_loads_again_identically(tmp_path, refiner):
-    model = drafter(refiner, xpress_topc=64).bfloat16()
+    model = drafter(refiner, xpress_topc=64, trained_length=512).bfloat16()
     export_released(model, tmp_path / "new" / "folder")
     again = XPressDrafterModel.from_pretrained(tmp_path / "new" / "folder")
     assert again.dtype == torch.bfloat16

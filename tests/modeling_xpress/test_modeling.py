@@ -3,10 +3,18 @@
 import pytest
 import torch
 from checkpoints import REFINERS, agreeing_pair, config, drafter
-from rig import BLOCK, HIDDEN, TAPS, VOCAB, drafted, make_target, plain, prompt
+from rig import BLOCK, HIDDEN, SHAPE, TAPS, VOCAB, drafted, make_drafter, make_target, plain, prompt
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
-from xpress_drafter import XPressDrafterModel
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+)
+from xpress_drafter import XPressDrafterConfig, XPressDrafterModel
 from xpress_drafter.modeling_xpress import XPressModel, base_logits, context_features, previous_tokens
 
 
@@ -223,6 +231,45 @@ def test_for_target_takes_the_targets_shapes():
     made = XPressDrafterModel.for_target(target, mask_token_id=0, num_hidden_layers=2, intermediate_size=16).config
     assert made.rope_parameters["rope_theta"] == gemma.rope_parameters["full_attention"]["rope_theta"]
     assert made.intermediate_size == 16  # what the caller names wins
+
+
+SCALED = {"original_max_position_embeddings": 256}
+ROPES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "yarn": {"factor": 4.0, **SCALED},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **SCALED},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0], **SCALED},
+}
+
+
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_rotary_positions_are_the_targets_far_past_its_length_too(rope_type):
+    """Kind, base and factors; the very tables at positions up to four times the longest, and finite states there."""
+    rope = {"rope_type": rope_type, "rope_theta": 5e5, **ROPES[rope_type]}
+    target = make_target("llama", rope_parameters=rope)
+    model, longest = make_drafter(target), target.config.max_position_embeddings
+    assert model.config.rope_parameters == target.config.rope_parameters
+    assert XPressDrafterConfig.from_dict(model.config.to_dict()).rope_parameters == model.config.rope_parameters
+    for start in (0, longest // 2, longest - BLOCK, 4 * longest - S - BLOCK, 0):  # some kinds remember where they were
+        positions = torch.arange(start, start + S + BLOCK)[None]
+        tables = (module.rotary_emb(torch.zeros(1), positions) for module in (model, target.model))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(*tables))
+        assert states(model, **inputs(), position_ids=positions).isfinite().all()
+
+
+def test_rotary_factors_for_a_part_of_the_head_are_refused():
+    """As Phi-4-mini has them; with a rotation of its own the drafter is made."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **SCALED}
+    rope |= {"factor": 4.0, "short_factor": [1.0] * 2, "long_factor": [1.0] * 2}
+    target = AutoModelForCausalLM.from_config(Phi3Config(**SHAPE | {"pad_token_id": 0}, rope_parameters=rope))
+    with pytest.raises(
+        ValueError, match=r"turns 0.5 of each head, by 2 factors.*expected `rope_parameters` of its own"
+    ):
+        make_drafter(target)
+    own = {"rope_type": "default", "rope_theta": 1e4}
+    assert make_drafter(target, rope_parameters=own).config.rope_parameters == own
 
 
 def test_a_refiner_that_knows_the_target_is_believed():

@@ -8,6 +8,7 @@ import torch
 import transformers
 from rig import MASK_TOKEN, TAPS, make_drafter, make_target, plain, prompt, target
 from safetensors.torch import load_file
+from torch.utils.data import IterableDataset
 from training import EVERY, Gradients, assert_close, batch_of, hashes, losses, make_rows, make_trainer, moved
 from transformers import AutoModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -68,6 +69,30 @@ def test_logs_average_over_the_steps_they_cover():
         assert name in losses(three)[0]
     assert losses(three)[0]["loss"] == pytest.approx(sum(e["loss"] for e in losses(one)) / 3, rel=1e-5)
     assert all(1 <= entry["tau_pass_0"] <= 6 for entry in losses(one))
+
+
+def test_length_trained_on_is_kept(tmp_path):
+    """The longest row's, of this run or of one before; in checkpoints too, and none of a stream."""
+    longest, rows = max(len(row["input_ids"]) for row in make_rows(8)), {"eval_dataset": make_rows(1, seed=2)}
+    trainer = make_trainer(folder=tmp_path, save_strategy="steps", save_steps=1, **rows)
+    assert trainer.model.config.trained_length is None
+    trainer.train()
+    assert AutoModel.from_pretrained(tmp_path / "checkpoint-1").config.trained_length == longest
+    ended = make_trainer(make_drafter(target()), folder=tmp_path)
+    ended.train(resume_from_checkpoint=True)
+    assert ended.model.config.trained_length == longest
+    for before, rows, after in ((99, make_rows(8), 99), (7, make_rows(8), longest), (7, Stream(make_rows(8)), 7)):
+        trainer = make_trainer(make_drafter(target(), trained_length=before), rows=rows)
+        trainer.train()
+        assert trainer.model.config.trained_length == after
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows: list[dict]):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -143,9 +143,6 @@ class XPressModel(XPressPreTrainedModel):
             config_kwargs: Further fields of `XPressDrafterConfig`: `block_size`, `xpress_rank`, ...
         """
         text = target.config.get_text_config(decoder=True)
-        rope = text.rope_parameters
-        if "rope_theta" not in rope:  # one entry per kind of layer
-            rope = rope["full_attention"]
         layer_ids = target_layer_ids or default_target_layer_ids(num_hidden_layers, text.num_hidden_layers)
         shapes = {
             "vocab_size": text.vocab_size,
@@ -156,7 +153,7 @@ class XPressModel(XPressPreTrainedModel):
             "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
             "rms_norm_eps": text.rms_norm_eps,
             "max_position_embeddings": text.max_position_embeddings,
-            "rope_parameters": {key: value for key, value in rope.items() if key != "partial_rotary_factor"},
+            "rope_parameters": config_kwargs.pop("rope_parameters", None) or _whole_head_rope(text.rope_parameters),
         }
         config = XPressDrafterConfig(
             **{**shapes, **config_kwargs},
@@ -221,6 +218,19 @@ class XPressModel(XPressPreTrainedModel):
             floor = torch.finfo(noise_embeds.dtype).min
             mask = torch.zeros_like(mask, dtype=noise_embeds.dtype).masked_fill_(~mask, floor)
         return mask
+
+
+def _whole_head_rope(rope: dict) -> dict:
+    """A target's rotary parameters for a drafter, which turns whole heads."""
+    if "rope_theta" not in rope:  # one entry per kind of layer
+        rope = rope["full_attention"]
+    if "long_factor" in rope and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"the target turns {rope['partial_rotary_factor']} of each head, by {len(rope['long_factor'])} factors, but a "
+            "drafter turns whole heads, for which those are too few: expected `rope_parameters` of its own, such as "
+            f"{{'rope_type': 'default', 'rope_theta': {rope['rope_theta']}}}."
+        )
+    return {key: value for key, value in rope.items() if key != "partial_rotary_factor"}
 
 
 # Before 5.23, Transformers counted selected states from the first layer; there, all of them are asked for.

@@ -68,6 +68,16 @@ def warn_of_another_target(drafter: XPressModel, target: PreTrainedModel) -> Non
         )
 
 
+def warn_of_length(drafter: XPressModel, length: int) -> None:
+    """Warns of a sequence longer than any that the drafter was trained on."""
+    trained = drafter.config.trained_length
+    if trained is not None and length > trained:
+        logger.warning_once(
+            f"The sequence went past {trained} tokens, the longest that the drafter was trained on. The output stays right, "
+            "but fewer drafts may be kept there: train on longer rows for longer texts."
+        )
+
+
 def check_options(drafter: XPressModel, num_passes, shortlist_size) -> None:
     """Raises for values of our own `generate` options that cannot be run."""
     for name, value in (("num_passes", num_passes), ("shortlist_size", shortlist_size)):
