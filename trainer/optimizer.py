@@ -35,7 +35,7 @@ class Muon(torch.optim.Optimizer):
         lr (`float`): Of a wide matrix; one of m > n rows steps sqrt(m / n) times as far.
     """
 
-    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float = 0.01, momentum: float = 0.95):
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
@@ -55,6 +55,9 @@ class Muon(torch.optim.Optimizer):
         parameter.mul_(1 - lr * weight_decay).add_(step, alpha=-lr * sqrt(max(1, m / n)))
 
 
+SETTINGS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")  # of `TrainingArguments`, with defaults of its own
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """
     Muon (Jordan et al. 2024) for hidden matrices, AdamW for tables, norms and the mixer.
@@ -64,16 +67,27 @@ class MuonAdamW(torch.optim.Optimizer):
     Args:
         named_parameters: All that is trained, by name.
         muon_lr, adamw_lr (`float`): Their learning rates; a scheduler scales both alike.
+        weight_decay (`float`): Of the matrices; the rest has none.
+        adam_beta1, adam_beta2, adam_epsilon (`float`): Of the rest.
     """
 
-    def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]], muon_lr: float, adamw_lr: float):
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        muon_lr: float,
+        adamw_lr: float,
+        weight_decay: float = 0.01,
+        adam_beta1: float = 0.9,
+        adam_beta2: float = 0.95,
+        adam_epsilon: float = 1e-8,
+    ):
         matrices, rest = [], []
         for name, parameter in named_parameters:
             hidden = parameter.dim() == 2 and not any(table in name for table in TABLES)
             (matrices if hidden else rest).append(parameter)
         self.parts = [
-            Muon(matrices, lr=muon_lr),
-            torch.optim.AdamW(rest, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+            Muon(matrices, lr=muon_lr, weight_decay=weight_decay),
+            torch.optim.AdamW(rest, adamw_lr, (adam_beta1, adam_beta2), adam_epsilon, weight_decay=0.0),
         ]
         super().__init__([group for part in self.parts for group in part.param_groups], {})
 

@@ -14,7 +14,7 @@ from ..modeling_xpress import XPressDrafterConfig, embedding_fingerprint
 from .answers import load_tokenizer
 from .bfloat16 import warn_of_slow_bf16
 from .checkpoints import last_whole_checkpoint
-from .optimizer import MuonAdamW
+from .optimizer import SETTINGS, MuonAdamW
 from .recipes import Recipe, parse_yaml
 from .row_folder import load_rows, sha256, weights_fingerprint
 from .xpress_trainer import XPressTrainer, XPressTrainingArguments
@@ -43,7 +43,8 @@ def make_trainer(recipe: Recipe) -> XPressTrainer:
     parts = {"peft_config": lora_config(recipe)}
     if recipe.optimizer == "muon":
         trained = [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
-        optimizer = MuonAdamW(trained, muon_lr=recipe.muon_learning_rate, adamw_lr=args.learning_rate)
+        named = {name: recipe.training[name] for name in SETTINGS if name in recipe.training}
+        optimizer = MuonAdamW(trained, recipe.muon_learning_rate, args.learning_rate, **named)
         parts["optimizers"] = (optimizer, None)
     return XPressTrainer(drafter, target, args, train_dataset=rows, eval_dataset=held_out, **parts)
 

@@ -33,6 +33,9 @@ DRAFTER_FIELDS = (
 )
 
 
+OPTIM = ("optim", "optim_args", "optim_target_modules")  # what `Trainer` makes an optimizer of, besides its settings
+
+
 @dataclass
 class Recipe:
     """
@@ -46,6 +49,7 @@ class Recipe:
         drafter (`str`): Hub id or folder of the drafter to go on from; a fresh one where omitted.
         mask_token (`str` or `int`): Token or id of a fresh drafter's empty slots; the tokenizer's where omitted.
         optimizer (`str`): `"adamw"`, by `optim`, or `"muon"` for the matrices with AdamW at `learning_rate` for the rest.
+            `weight_decay` is then the matrices' (0.01 where omitted), and `adam_beta2` is 0.95 where omitted.
         muon_learning_rate (`float`): Of the matrices.
         lora_rank, lora_alpha (`int`): Trains an adapter of that rank on the backbone, and the refiner in full.
         drafter_fields, training (`dict`): Collected: fields of the drafter's config, and of `XPressTrainingArguments`.
@@ -93,7 +97,7 @@ class Recipe:
         for name, ignored, beside in (
             ("mask_token", self.drafter is not None, "a `drafter`, which has its own"),
             ("muon_learning_rate", self.optimizer != "muon", f"`optimizer` {self.optimizer!r}"),
-            ("optim", self.optimizer == "muon", "`optimizer` 'muon'"),
+            *((name, self.optimizer == "muon", "`optimizer` 'muon'") for name in OPTIM),
             ("lora_alpha", self.lora_rank is None, "no `lora_rank`"),
             ("freeze_backbone", self.lora_rank is not None and self.setting("freeze_backbone"), "`lora_rank`"),
         ):

@@ -122,6 +122,7 @@ REFUSED = [
     ({"mask_token": "<|mask|>", "drafter": "d"}, "`mask_token` is '<|mask|>' beside a `drafter`, which has its own"),
     ({"optimizer": "adamw", "muon_learning_rate": 0.1}, "`muon_learning_rate` is 0.1 beside `optimizer` 'adamw'"),
     ({"optim": "adamw_torch"}, "`optim` is 'adamw_torch' beside `optimizer` 'muon': nothing would read it"),
+    ({"optim_args": "a=1"}, "`optim_args` is 'a=1' beside `optimizer` 'muon': nothing would read it"),
     ({"lora_alpha": 8}, "`lora_alpha` is 8 beside no `lora_rank`"),
     (
         {"lora_rank": 8, "drafter": "d", "optimizer": "adamw", "freeze_backbone": True},
@@ -214,6 +215,18 @@ def test_plan_is_what_the_run_takes(tiny, optimizer, frozen):
     state = [value for part in optimizers for entry in part.state.values() for value in entry.values()]
     tensors = [value for value in state if isinstance(value, torch.Tensor) and value.numel() > 1]
     assert plan.memory[f"optimizer, {optimizer}"] == 4 * sum(tensor.numel() for tensor in tensors)
+
+
+def test_settings_of_muon(tiny):
+    """Those that are named count, also where the value is `TrainingArguments`' default; the others are its own."""
+    keys = ("weight_decay", "betas", "eps")
+    for named, expected in (
+        ({}, [0.01, None, None, 0.0, (0.9, 0.95), 1e-8]),
+        ({"weight_decay": 0.0, "adam_beta2": 0.999}, [0.0, None, None, 0.0, (0.9, 0.999), 1e-8]),
+        ({"weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6}, [0.1, None, None, 0.0, (0.8, 0.95), 1e-6]),
+    ):
+        groups = make_trainer(tiny(**named)).optimizer.param_groups
+        assert [group.get(key) for group in groups for key in keys] == expected
 
 
 def test_plan_of_an_adapter(tiny):
