@@ -55,7 +55,8 @@ class Muon(torch.optim.Optimizer):
         parameter.mul_(1 - lr * weight_decay).add_(step, alpha=-lr * sqrt(max(1, m / n)))
 
 
-SETTINGS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")  # of `TrainingArguments`, with defaults of its own
+# Of `TrainingArguments`, with defaults of `MuonAdamW`'s own.
+SETTINGS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
 
 class MuonAdamW(torch.optim.Optimizer):
