@@ -33,6 +33,7 @@ class Choice:
     """What to measure. `models` are Hub ids or folders by role: drafter, markov, dflash, assistant."""
 
     prompts: list[str]
+    trained_on: list[str] | None
     target: str
     models: dict[str, str]
     arms: list[str]
@@ -63,6 +64,13 @@ def evaluate_pair(
     passes: Annotated[
         str | None, typer.Option(help='K of the arm xpress, as "1 2 4 6"; the fixed point is always run.')
     ] = None,
+    trained_on: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Folder of rows (`xpress data`) that a drafter was trained on: prompts that are among them are refused, and "
+            "the report says so. May be given several times."
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, help="First prompts of each set, or all if it has fewer.")] = 128,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Of an answer, at most.")] = 2048,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above, nothing is cut off.")] = 0.0,
@@ -85,6 +93,7 @@ def evaluate_pair(
             warn_of_slow_bf16("--dtype is bfloat16", "--dtype float32", place(device))
         choice = Choice(
             prompts=prompts,
+            trained_on=trained_on,
             target=target,
             models=models,
             arms=default_arms(models) if arms is None else arms.replace(",", " ").split(),
@@ -134,7 +143,7 @@ def measure(choice: Choice, out: Path, plots: bool) -> tuple[str, list[str]]:
     from .hub_cards.reports import markdown, write_plots
 
     logging.disable_progress_bar()
-    rendered, template, passes = prepare(choice)
+    rendered, template, passes, held_out = prepare(choice)
     models = load_models(choice)
     arms = make_arms(choice.arms, models, passes, other_tokenizers(choice, models))
     settings = {"arms": {arm.name: arm.passes for arm in arms}, "template": template, **settings_of(choice, rendered)}
@@ -143,23 +152,28 @@ def measure(choice: Choice, out: Path, plots: bool) -> tuple[str, list[str]]:
     folder = RunFolder(out, settings)
     run(models["target"], rendered, arms, folder, choice)
     numbers = summarise(folder.rows, [arm.name for arm in arms], choice.dtype, not choice.generate["do_sample"])
-    report = {"command": shlex.join(["xpress", *sys.argv[1:]]), "settings": settings, "arms": numbers}
-    report["means"] = mean_over_sets(numbers)
+    report = {"command": shlex.join(["xpress", *sys.argv[1:]]), "settings": settings, "held_out": held_out}
+    report |= {"arms": numbers, "means": mean_over_sets(numbers)}
     text = markdown(report)
     write_json(out / SUMMARY, report)
     (out / REPORT).write_text(text, encoding="utf-8")
     return text, [REPORT, SUMMARY, "rows.jsonl", *((file.name for file in write_plots(report, out)) if plots else ())]
 
 
-def prepare(choice: Choice) -> tuple[dict[str, list[list[int]]], dict, list[int]]:
-    """All that can be wrong without a weight being loaded: the rendered prompts, the template's variables, and K."""
+def prepare(choice: Choice) -> tuple[dict[str, list[list[int]]], dict, list[int], list[dict] | None]:
+    """
+    All that can be wrong without a weight being loaded: the rendered prompts, the template's variables, K, and what rows
+    the prompts are not among.
+    """
     from transformers import AutoConfig, AutoTokenizer
 
     from .generation.arms import check_arms, choose_passes
     from .generation.prompt_sets import render_sets, template_arguments
     from .modeling_xpress import XPressDrafterConfig
+    from .trainer.held_out import check_untrained, read_sets
 
     sets = read_sets(choice.prompts, choice.limit)
+    held_out = None if choice.trained_on is None else check_untrained(sets, choice.trained_on)
     configs = {
         role: read(role, XPressDrafterConfig if role in DRAFTERS else AutoConfig, name)
         for role, name in choice.models.items()
@@ -172,7 +186,7 @@ def prepare(choice: Choice) -> tuple[dict[str, list[list[int]]], dict, list[int]
     check_models(target_config, tokenizer, configs, choice.models)
     positions = target_config.get_text_config(decoder=True).max_position_embeddings
     rendered = render_sets(tokenizer, sets, positions - choice.generate["max_new_tokens"])
-    return rendered, template_arguments(tokenizer), passes
+    return rendered, template_arguments(tokenizer), passes, held_out
 
 
 def read(role: str, loader, name: str, **how):
@@ -183,29 +197,6 @@ def read(role: str, loader, name: str, **how):
         raise ValueError(
             f"`--{role}` {name} cannot be read, expected a folder of such a model or the id of one on the Hub: {error}"
         ) from error
-
-
-def read_sets(sources: list[str], limit: int) -> dict[str, list[list[dict]]]:
-    """The sets by name, each prompt as the messages of its first turn."""
-    from .generation.prompt_sets import HUB_SETS, hub_prompts
-    from .trainer.answers import user_turns
-    from .trainer.prompts import read_conversations
-
-    sets = {}
-    for source in sources:
-        path = Path(source)
-        name = path.stem if path.is_file() else source
-        if name in sets:
-            raise ValueError(f"two prompt sets are named {name!r} (a file's name without .jsonl), expected one each.")
-        if path.is_file():
-            sets[name] = [user_turns(messages)[0] for messages in read_conversations(source, limit=limit)]
-        elif source in HUB_SETS:
-            sets[name] = hub_prompts(source, limit)
-        else:
-            raise ValueError(
-                f"{source!r} is neither a file nor a known set, expected a JSONL file or one of {', '.join(HUB_SETS)}."
-            )
-    return sets
 
 
 def check_models(target_config, tokenizer, configs: dict, names: dict[str, str]) -> None:

@@ -29,6 +29,13 @@ def data(
     split: Annotated[str, typer.Option(help="Of a `datasets` name.")] = "train",
     subset: Annotated[str | None, typer.Option(help="Of a `datasets` name that has several.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="First rows only.")] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A prompt set as `xpress eval` takes them, a JSONL file or one of the Hub's; what asks one of its prompts is "
+            "left out. May be given several times."
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is all.")] = 1.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 is all.")] = 0,
@@ -50,6 +57,7 @@ def data(
     from transformers.utils import logging
 
     from .trainer.answers import AnswerSettings, write_rows
+    from .trainer.held_out import leave_out, read_sets
     from .trainer.prompts import read_conversations
 
     logging.disable_progress_bar()
@@ -71,15 +79,16 @@ def data(
         conversations = read_conversations(
             prompts, split=split, subset=subset, limit=limit, given_answers=answers == "given"
         )
-        with AnswerProgress(len(conversations)) as progress:
-            manifest = write_rows(conversations, out, settings, progress.update)
+        kept = leave_out(conversations, read_sets(exclude or []))
+        with AnswerProgress(len(kept)) as progress:
+            manifest = write_rows(kept, out, settings, progress.update)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     counts = manifest["counts"]
     console.print(
         f"{counts['rows']} rows from {counts['prompts']} prompts in {out}: {counts['tokens']} tokens, of which "
         f"{counts['supervised_tokens']} ({counts['supervised_tokens'] / counts['tokens']:.0%}) are supervised. "
-        f"Dropped: {counts['dropped'] or 'none'}. Answers that did not end: {counts.get('unfinished_answers', 0)}."
+        f"Excluded: {len(conversations) - len(kept)}. Dropped: {counts['dropped'] or 'none'}. Answers that did not end: {counts.get('unfinished_answers', 0)}."
     )
 
 
@@ -178,4 +187,6 @@ def show_plan(plan, devices: int):
     for name, size in plan.memory.items():
         table.add_row(f"memory a device, {name}", f"{size / 2**30:.2f} GiB")
     table.add_row("memory a device, in all", f"{sum(plan.memory.values()) / 2**30:.2f} GiB")
+    if plan.disk:
+        table.add_row("on the disk, the target's states", f"{plan.disk / 2**30:.2f} GiB")
     console.print(table)

@@ -138,7 +138,7 @@ def decoding_speed_up(runs: list[dict], plain: list[dict]) -> list[float] | None
 
 
 def mean_over_sets(arms: list[dict]) -> list[dict]:
-    """Each arm's tau and speeds as means of its sets', where it is slower than plain, and its answers' identity in all."""
+    """Each arm's tau, speeds and time shares as means of its sets', where it is slower than plain, and identity in all."""
     means, greedy = [], arms[0]["identity"] is not None
     for name in dict.fromkeys(arm["arm"] for arm in arms):
         own = [arm for arm in arms if arm["arm"] == name]
@@ -147,9 +147,11 @@ def mean_over_sets(arms: list[dict]) -> list[dict]:
         means.append(
             {
                 "arm": name,
+                "prompts": sum(arm["prompts"] for arm in own),
                 "tau": sum(arm["tau"] for arm in own) / len(own),
                 "speed_up": sum(medians) / len(own),
                 "tokens_per_second": sum(arm["tokens_per_second"][1] for arm in own) / len(own),
+                "split": {step: sum(arm["split"][step] for arm in own) / len(own) for step in own[0]["split"]},
                 "slower_on": [arm["set"] for arm in own if arm["speed_up"][1] < 1],
                 "identity": {word: sum(arm["identity"][word] for arm in own) for word in words},
             }

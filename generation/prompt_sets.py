@@ -71,10 +71,10 @@ HUB_SETS = {
 }
 
 
-def hub_prompts(name: str, limit: int) -> list[list[dict]]:
+def hub_prompts(name: str, limit: int | None = None) -> list[list[dict]]:
     """The first `limit` prompts of a named set, or all if it has fewer, each as messages."""
     rows = HUB_SETS[name].load()
-    chosen = rows.select(range(min(limit, len(rows))))
+    chosen = rows.select(range(len(rows))[:limit])
     return [[{"role": "user", "content": HUB_SETS[name].prompt(row)}] for row in chosen]
 
 

@@ -1,7 +1,7 @@
 """What `xpress eval` measured, as Markdown and as plots.
 
-A report is plain data: `{"command", "settings", "arms", "means"}`, as `summarise` and `mean_over_sets` give them. It is checked before
-anything is written. A slow-down is written as one.
+A report is plain data: `{"command", "settings", "held_out", "arms", "means"}`; `summarise` and `mean_over_sets` give the
+last two, `check_untrained` what is held out. It is checked before anything is written. A slow-down is written as one.
 """
 
 from pathlib import Path
@@ -17,9 +17,13 @@ def markdown(report: dict) -> str:
     """The whole report."""
     arms, settings = report["arms"], report["settings"]
     check_summary(arms)
-    parts = ["# What `xpress eval` measured", f"```\n{report['command']}\n```", conditions(settings)]
+    parts = ["# What `xpress eval` measured", f"```\n{report['command']}\n```", conditions(settings), held_out(report)]
     if len(sets := list(dict.fromkeys(arm["set"] for arm in arms))) > 1:
-        parts += ["## Mean of the sets", mean_table(report["means"])]
+        parts += ["## All sets", "Means of the sets' numbers; texts identical to plain's, in all sets:"]
+        parts += [mean_table(report["means"]), "Share of the time behind the prompt's forward:"]
+        parts.append(time_table(report["means"]))
+    if any(settings["arms"].values()):
+        parts += ["## Passes", "tau after K passes, and its distance from the fixed point's:", pass_table(report)]
     for name in sets:
         own = [arm for arm in arms if arm["set"] == name]
         parts += [f"## {name}", f"Prompts: {own[0]['prompts']}, rendered-prompt hash `{settings['prompts'][name]}`."]
@@ -44,6 +48,17 @@ def conditions(settings: dict) -> str:
         f"{how}, at most {generate['max_new_tokens']} new tokens, {settings['dtype']}, {machine['device']} "
         f"({machine['cpu_capability']}, threads: {machine['threads']}); {versions}. Chat template: {template}. "
         f"Prompt lookup: {settings['lookup_tokens']} tokens. Tokens refined per slot: {shortlist}."
+    )
+
+
+def held_out(report: dict) -> str:
+    """Whether the prompts were trained on, as far as it was asked."""
+    if report["held_out"] is None:
+        return "Whether these prompts were trained on was not checked (`--trained-on`)."
+    prompts, turns = report["means"][0]["prompts"], sum(rows["turns"] for rows in report["held_out"])
+    return (
+        f"None of the {prompts} prompts was trained on: checked by hash, whatever case and white space, against the {turns} user "
+        f"turns of {', '.join(rows['rows'] for rows in report['held_out'])}."
     )
 
 
@@ -89,7 +104,7 @@ def speed_table(arms: list[dict]) -> str:
         row = [arm["arm"], f"{arm['tau']:.2f} ({low:.2f} to {high:.2f})", spread(arm["tokens_per_second"], 1)]
         row += [ratio(arm["speed_up"]), spread(arm["speed_up_without_prefill"], 2)]
         row += [f"{arm['seconds']:.1f}", f"{arm['seconds_without_prefill']:.1f}"]
-        rows.append(row + ([str(count) for count in arm["identity"].values()] if greedy else []))
+        rows.append(row + (identity_cells(arm) if greedy else []))
     return table(header + (list(arms[0]["identity"]) if greedy else []), rows)
 
 
@@ -98,9 +113,29 @@ def mean_table(means: list[dict]) -> str:
     rows = []
     for mean in means:
         numbers = [f"{mean['tau']:.2f}", f"{mean['tokens_per_second']:.1f}", f"{mean['speed_up']:.2f}"]
-        counts = map(str, mean["identity"].values())
+        counts = identity_cells(mean) if mean["identity"] else []
         rows.append([mean["arm"], *numbers, ", ".join(mean["slower_on"]) or "-", *counts])
     return table(header, rows)
+
+
+def identity_cells(arm: dict) -> list[str]:
+    """How many texts are plain's, of how many, and how many are not."""
+    identical, *others = arm["identity"].values()
+    return [f"{identical} of {arm['prompts']}", *map(str, others)]
+
+
+def pass_table(report: dict) -> str:
+    """tau by set and K, a last row for the sets' mean; the last column is the fixed point."""
+    passes = {name: k for name, k in report["settings"]["arms"].items() if k is not None}
+    found = {(arm["set"], arm["arm"]): arm["tau"] for arm in report["arms"]}
+    found |= {("mean", mean["arm"]): mean["tau"] for mean in report["means"]}
+    *names, last = sorted(passes, key=passes.get)
+    rows = []
+    for chosen in dict.fromkeys(chosen for chosen, _ in found):
+        end = found[chosen, last]
+        cells = [f"{found[chosen, name]:.2f} ({found[chosen, name] / end - 1:+.1%})" for name in names]
+        rows.append([chosen, *cells, f"{end:.2f}"])
+    return table(["set", *(f"K = {passes[name]}" for name in names), f"fixed point (K = {passes[last]})"], rows)
 
 
 def slot_table(arms: list[dict]) -> str:
@@ -135,42 +170,44 @@ def write_plots(report: dict, folder: Path) -> list[Path]:
     check_summary(report["arms"])
     (figure_class, colours), files = plotting(), []
     for name, draw in (("tau", draw_tau), ("speed-up", draw_speed_up), ("acceptance", draw_acceptance)):
-        figure = figure_class(figsize=(8, 4.5), layout="constrained")
+        figure = figure_class(figsize=(10, 4.5), layout="constrained")
         axes = figure.subplots()
         axes.set_prop_cycle(color=colours)
         draw(axes, report)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize="small")
         files.append(folder / f"{name}.png")
         figure.savefig(files[-1], dpi=150)
     return files
 
 
 def draw_tau(axes, report: dict) -> None:
-    """A line per set, over the arms that make a number of passes."""
+    """A line per set, over the arms that make a number of passes; sets stand a little apart, so that no bar hides another."""
     passes = report["settings"]["arms"]
-    for name in dict.fromkeys(arm["set"] for arm in report["arms"]):
+    names = list(dict.fromkeys(arm["set"] for arm in report["arms"]))
+    for number, name in enumerate(names):
         arms = [arm for arm in report["arms"] if arm["set"] == name and passes[arm["arm"]] is not None]
         arms.sort(key=lambda arm: passes[arm["arm"]])
         taus, ends = [arm["tau"] for arm in arms], zip(*(arm["tau_interval"] for arm in arms))
         errors = [[abs(tau - end) for tau, end in zip(taus, side)] for side in ends]
-        axes.errorbar(
-            [passes[arm["arm"]] for arm in arms], taus, yerr=errors or None, marker="o", capsize=3, label=name
-        )
+        places = [passes[arm["arm"]] + 0.06 * (number - (len(names) - 1) / 2) for arm in arms]
+        axes.errorbar(places, taus, yerr=errors or None, marker="o", capsize=3, label=name)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set(xlabel="Jacobi passes K (the last is the fixed point)", ylabel="tau, tokens per round")
-    axes.legend()
 
 
 def draw_speed_up(axes, report: dict) -> None:
-    """Bars by set; the line at 1 is plain."""
+    """Bars by set, with their quartiles; the line at 1 is plain."""
     names = list(dict.fromkeys(arm["set"] for arm in report["arms"]))
     arms = [name for name in dict.fromkeys(arm["arm"] for arm in report["arms"]) if name != PLAIN]
     width = 0.8 / max(len(arms), 1)
     for number, chosen in enumerate(arms):
-        heights = [arm["speed_up"][1] for arm in report["arms"] if arm["arm"] == chosen]
-        axes.bar([i + number * width for i in range(len(names))], heights, width, label=chosen)
+        quartiles = [arm["speed_up"] for arm in report["arms"] if arm["arm"] == chosen]
+        errors = [[middle - low for low, middle, _ in quartiles], [high - middle for _, middle, high in quartiles]]
+        places, heights = [i + number * width for i in range(len(names))], [middle for _, middle, _ in quartiles]
+        axes.bar(places, heights, width, yerr=errors, error_kw={"elinewidth": 0.7, "alpha": 0.6}, label=chosen)
     axes.axhline(1, color="black", linewidth=1)
     axes.set_xticks([i + 0.4 - width / 2 for i in range(len(names))], names)
-    axes.set(ylabel="speed-up over plain, median")
-    axes.legend(fontsize="small")
+    axes.set(ylabel="speed-up over plain, median and quartiles")
 
 
 def draw_acceptance(axes, report: dict) -> None:
@@ -179,6 +216,6 @@ def draw_acceptance(axes, report: dict) -> None:
         shares = [arm["acceptance"] for arm in report["arms"] if arm["arm"] == chosen]
         columns = [[of_set[k] for of_set in shares if k < len(of_set)] for k in range(max(map(len, shares)))]
         heights = [sum(column) / len(column) for column in columns]
-        axes.plot(range(1, len(heights) + 1), heights, marker="o", label=chosen)
-    axes.set(xlabel="slot", ylabel="draft tokens kept (all before it kept too)", ylim=(0, 1))
-    axes.legend(fontsize="small")
+        axes.plot(range(1, len(heights) + 1), heights, marker="o", markersize=4, label=chosen)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set(xlabel="slot", ylabel="draft tokens kept (all before it kept too)", ylim=(0, 1.02))

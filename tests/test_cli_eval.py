@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from xpress_drafter.cli import app
 from xpress_drafter.generation import evaluation_runs
 from xpress_drafter.generation.evaluation_numbers import quartiles
 from xpress_drafter.hub_cards.reports import markdown, write_plots
+from xpress_drafter.trainer.row_folder import RowFolder
 
 
 TINY = Path(__file__).parents[1] / "hub_cards" / "tiny"
@@ -80,7 +82,7 @@ def test_the_table_says_what_the_rows_hold(stopped_and_resumed):
     """tokens = prompts + accepted + rounds, tau, speed-ups and identity, from the raw rows by hand to the Markdown."""
     folder, _, _ = stopped_and_resumed
     rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
-    speeds, slots, times = tables((folder / "report.md").read_text())
+    passes, speeds, slots, times = tables((folder / "report.md").read_text())
     assert [row["arm"] for row in speeds] == ARMS == [row["arm"] for row in times]
     assert [row["arm"] for row in slots] == ARMS[1:]
     for shown, share in zip(speeds, times):
@@ -91,10 +93,16 @@ def test_the_table_says_what_the_rows_hold(stopped_and_resumed):
         ratios = quartiles([p["seconds"] / run["seconds"] for run, p in zip(runs, plain)])  # ten tokens each
         assert shown["speed-up"].startswith("{1:.2f} ({0:.2f} to {2:.2f})".format(*ratios))
         assert ("slower" in shown["speed-up"]) == (ratios[1] < 1)
-        assert (shown["identical"], shown["rounding"], shown["different"]) == ("2", "0", "0")
+        assert (shown["identical"], shown["rounding"], shown["different"]) == ("2 of 2", "0", "0")
         assert sum(float(share[step].rstrip("%")) for step in ("draft", "refine", "verify", "rest")) == pytest.approx(
             100, abs=0.3
         )
+    taus = {arm["arm"]: arm["tau"] for arm in report_of(folder)["arms"]}
+    end = taus["xPress fixed point"]
+    shown = {f"K = {k}": f"{taus[name]:.2f} ({taus[name] / end - 1:+.1%})" for k, name in ((0, ARMS[3]), (2, ARMS[4]))}
+    assert passes == [
+        {"set": name, **shown, "fixed point (K = 7)": f"{end:.2f}"} for name in ("word_problems", "mean")
+    ]
 
 
 def test_native_dflash_and_ours_without_passes_agree_in_tau(stopped_and_resumed):
@@ -113,6 +121,31 @@ def test_what_was_run_and_where_is_stated_without_a_host(stopped_and_resumed):
     text = (stopped_and_resumed[0] / "report.md").read_text()
     assert f"rendered-prompt hash `{settings['prompts']['word_problems']}`" in text and "greedy" in text
     assert set(settings["weights"]) == {"target", "drafter"}
+
+
+def save_rows(folder: Path, turns: list[str]) -> Path:
+    """As much of a folder of `xpress data` as tells what was trained on."""
+    rows = RowFolder(folder, {"prompts_sha256": "p"}, {})
+    rows.note_turns([[{"role": "user", "content": turn}] for turn in turns])
+    return folder
+
+
+def test_prompts_that_were_trained_on_are_refused_and_others_said_to_be_new(stopped_and_resumed, tmp_path):
+    """Asked afterwards, it measures nothing again."""
+    folder = shutil.copytree(stopped_and_resumed[0], tmp_path / "run")
+    before = (folder / "rows.jsonl").read_text()
+    asked = [json.loads(line)["question"] for line in PROBLEMS.read_text().splitlines()]
+    trained = save_rows(tmp_path / "trained", ["Other?", "  ".join(asked[1].upper().split())])
+    said = message(invoke(*SMALL, "--out", folder, "--trained-on", trained))
+    assert "1 of the 2 prompts of word_problems are user turns of" in said and "prompts [2]" in said
+    result = invoke(*SMALL, "--out", folder, "--trained-on", save_rows(tmp_path / "rows", ["Other?", asked[2]]))
+    assert result.exit_code == 0, result.output
+    assert "None of the 2 prompts was trained on: checked by hash" in result.output
+    assert report_of(folder)["held_out"] == [{"rows": "rows", "turns": 2, "prompts_sha256": "p"}]
+    assert (folder / "rows.jsonl").read_text() == before
+    (tmp_path / "rows" / "turns.txt").unlink()
+    said = message(invoke(*SMALL, "--out", folder, "--trained-on", tmp_path / "rows"))
+    assert "holds no turns.txt" in said and "run the same `xpress data` again" in said
 
 
 def test_other_settings_in_its_folder_are_refused(stopped_and_resumed):
@@ -146,8 +179,9 @@ def test_sampling_with_a_backbone_beside(tmp_path):
         *("--out", tmp_path / "run"),
     )
     assert result.exit_code == 0, result.output
-    means, *by_set = tables((tmp_path / "run" / "report.md").read_text())
+    means, shares, *by_set = tables((tmp_path / "run" / "report.md").read_text())
     assert [row["arm"] for row in means] == ["plain", "DFlash (K = 0)", "DFlash, trained alone"]
+    assert [row["arm"] for row in shares] == [row["arm"] for row in means]
     assert len(by_set) == 6 and "identical" not in by_set[0][0] and "temperature 1, seed 0" in result.output
 
 
@@ -181,7 +215,7 @@ def test_an_assistant_of_another_vocabulary(tmp_path):
     result = invoke(PROBLEMS, *PAIR[:2], *choice, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
     _, shown = tables((tmp_path / "run" / "report.md").read_text())[0]
-    assert (shown["arm"], shown["identical"]) == ("AR assistant", "1")
+    assert (shown["arm"], shown["identical"]) == ("AR assistant", "1 of 1")
     said = message(
         invoke(PROBLEMS, *PAIR[:2], "--assistant", save_assistant(tmp_path / "same", 2048), "--out", tmp_path / "no")
     )

@@ -126,6 +126,7 @@ def write_rows(
     names |= {"torch": torch.__version__, "transformers": transformers.__version__}
     decided = manifest_settings(settings, tokenizer, source.end_tokens, conversations)
     out = RowFolder(folder, decided | source.made_by, names)
+    out.note_turns(conversations)
     on_batch(out.counts["prompts"], out.counts["supervised_tokens"])
     for start in range(out.batches * settings.batch_size, len(conversations), settings.batch_size):
         batch = source.order[start : start + settings.batch_size]

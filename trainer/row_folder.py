@@ -1,14 +1,16 @@
 """A folder of training rows that a killed command goes on filling.
 
 `rows.jsonl` holds `{"id", "input_ids", "loss_mask"}`; `manifest.json` what they were made from, with their counts once
-they are complete; `progress.jsonl` one line for every finished batch, with the size that `rows.jsonl` had then. What
-lies behind the last such size, be it half a line or half a batch, is dropped and made again.
+they are complete; `turns.txt` the hashes of all user turns among that; `progress.jsonl` one line for every finished
+batch, with the size that `rows.jsonl` had then. What lies behind the last such size, be it half a line or half a batch,
+is dropped and made again.
 """
 
 import hashlib
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -19,7 +21,7 @@ from transformers import PreTrainedModel
 from ..generation.evaluation_runs import differences
 
 
-ROWS, MANIFEST, PROGRESS = "rows.jsonl", "manifest.json", "progress.jsonl"
+ROWS, MANIFEST, PROGRESS, TURNS = "rows.jsonl", "manifest.json", "progress.jsonl", "turns.txt"
 DROPPED = "dropped_"
 FEATURES = Features({"id": Value("string"), "input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))})
 
@@ -39,11 +41,16 @@ class RowFolder:
         path.mkdir(parents=True, exist_ok=True)
         self.manifest = {**names, "settings": settings, "complete": False, "counts": {}}
         if (path / MANIFEST).exists():
-            self._check_settings(_read_manifest(path)["settings"], settings)
+            self._check_settings(read_manifest(path)["settings"], settings)
         elif (path / ROWS).exists():
             raise ValueError(f"{path} holds {ROWS} but no {MANIFEST}, expected both or neither: choose a new folder.")
         self._take_up()
         self._write_manifest()
+
+    def note_turns(self, conversations: list[list[dict]]) -> None:
+        """Writes down what was asked, so that nobody is measured on it."""
+        hashes = sorted(turn_hashes(conversations))
+        (self.path / TURNS).write_text("".join(f"{turn}\n" for turn in hashes), encoding="utf-8")
 
     def add(self, rows: list[dict], counts: Counter) -> None:
         """One batch's rows, and what is to be counted of it besides them; `dropped_<reason>` for what was kept out."""
@@ -100,7 +107,7 @@ class RowFolder:
 def load_rows(folder: str | Path) -> tuple[Dataset, dict]:
     """The rows of a complete folder, as `XPressTrainer` takes them, and their manifest; a `ValueError` if they do not fit."""
     folder = Path(folder)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     if not manifest["complete"]:
         raise ValueError(f"{folder} is not complete: its `xpress data` was stopped. Run the same command again.")
     rows = Dataset.from_json(str(folder / ROWS), features=FEATURES)
@@ -112,7 +119,7 @@ def load_rows(folder: str | Path) -> tuple[Dataset, dict]:
     return rows, manifest
 
 
-def _read_manifest(folder: Path) -> dict:
+def read_manifest(folder: Path) -> dict:
     try:
         return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -138,3 +145,9 @@ def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:
 
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def turn_hashes(conversations: Iterable[list[dict]]) -> set[str]:
+    """Of all user turns, whatever their case and white space."""
+    turns = (message["content"] for messages in conversations for message in messages if message["role"] == "user")
+    return {sha256(" ".join(turn.split()).casefold()) for turn in turns}

@@ -115,7 +115,8 @@ def test_means_are_of_sets_and_name_those_where_an_arm_is_slower():
     }
     _, mean = mean_over_sets([plain, ours, plain | {"set": "t"}, other])
     assert (mean["arm"], mean["tau"], mean["speed_up"], mean["slower_on"]) == ("ours", 3.0, 1.0, ["t"])
-    assert mean["identity"] == {"identical": 2, "rounding": 1, "different": 1}
+    assert mean["identity"] == {"identical": 2, "rounding": 1, "different": 1} and mean["prompts"] == 4
+    assert mean["split"] == pytest.approx({"draft": 0.1, "refine": 0.0, "verify": 0.7, "rest": 0.2})
 
 
 def test_nothing_is_said_of_identity_under_sampling():
