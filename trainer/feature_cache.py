@@ -32,9 +32,8 @@ def read_states(target: PreTrainedModel, layer_ids: list[int], batch: dict) -> t
     return context_features(outputs.hidden_states, layer_ids), outputs.last_hidden_state
 
 
-def cache_bytes(rows, config: XPressDrafterConfig, dtype: torch.dtype) -> int:
-    """How large the cache of these rows will be: every position's tapped states and its last one."""
-    positions = sum(len(row["input_ids"]) for row in rows)
+def cache_bytes(positions: int, config: XPressDrafterConfig, dtype: torch.dtype) -> int:
+    """How large the cache of rows with that many tokens will be: every position's tapped states and its last one."""
     return positions * (len(config.target_layer_ids) + 1) * config.hidden_size * dtype.itemsize
 
 
@@ -76,7 +75,7 @@ def cache_features(
         manifest (`dict`, *optional*): What the rows were made from (`load_rows`); part of the name.
     """
     check_rows(rows)
-    folder, size = Path(folder), cache_bytes(rows, config, target.dtype)
+    folder, size = Path(folder), cache_bytes(sum(len(row["input_ids"]) for row in rows), config, target.dtype)
     width = (len(config.target_layer_ids) + 1) * config.hidden_size
     path = folder / f"{_key(target, config, rows, manifest)}.states"
     elements = size // target.dtype.itemsize
@@ -120,6 +119,6 @@ def _key(target: PreTrainedModel, config: XPressDrafterConfig, rows, manifest: d
 def _check_space(size: int, max_bytes: int, free: int, folder: Path) -> None:
     if size > min(max_bytes, free):
         raise ValueError(
-            f"the cache of the target's states would take {size:,} bytes; allowed are {max_bytes:,} (`max_bytes`), free "
-            f"in {folder} are {free:,}. Train without a cache, which is the default, on fewer rows, or allow more."
+            f"the cache of the target's states would take {size:,} bytes; allowed are {max_bytes:,} (`max_bytes`; of a recipe, "
+            f"`feature_cache_gib`), free in {folder} are {free:,}. Train without a cache, which is the default, on fewer rows, or allow more."
         )

@@ -20,6 +20,7 @@ from ..modeling_xpress import XPressDrafterConfig, XPressModel
 from .adapters import adapt
 from .answers import LONGEST
 from .bounded import CHUNK
+from .feature_cache import cache_bytes
 from .optimizer import MuonAdamW
 from .recipe_runs import continued_config, lora_config
 from .recipes import Recipe
@@ -39,6 +40,7 @@ class Plan(NamedTuple):
     rows_per_step: int
     steps: int
     memory: dict[str, int]  # bytes on one device, by what they are for
+    disk: int  # bytes of the target's states, where the recipe keeps them
 
     @property
     def tokens_read(self) -> int:
@@ -62,6 +64,8 @@ def make_plan(recipe: Recipe, devices: int = 1) -> Plan:
     steps = recipe.setting("max_steps")
     if steps <= 0:
         steps = math.ceil(recipe.setting("num_train_epochs") * math.ceil(rows / rows_per_step))
+    kept = 0 if recipe.feature_cache is None else tokens
+    disk = cache_bytes(kept, drafter.config, getattr(torch, recipe.target_dtype))
     whole = drafter.num_parameters()
     refiner = 0 if drafter.refiner is None else sum(p.numel() for p in drafter.refiner.parameters())
     activations = activation_bytes(recipe, target, drafter, longest)
@@ -86,7 +90,7 @@ def make_plan(recipe: Recipe, devices: int = 1) -> Plan:
         "refiner": refiner,
         "trained": trained,
     }
-    return Plan(parameters, rows, tokens, rows_per_step, steps, memory)
+    return Plan(parameters, rows, tokens, rows_per_step, steps, memory, disk)
 
 
 def target_config(recipe: Recipe) -> PreTrainedConfig:
@@ -112,9 +116,10 @@ def planned_drafter(recipe: Recipe, target: PreTrainedModel) -> XPressDrafterMod
 
 def row_counts(recipe: Recipe) -> tuple[int, int, int]:
     """Rows, their tokens and the longest row that there may be: of the data, or what the recipe expects of it."""
-    if (Path(recipe.data) / MANIFEST).exists():
-        _, manifest = load_rows(recipe.data)
-        return manifest["counts"]["rows"], manifest["counts"]["tokens"], manifest["settings"]["max_length"]
+    if all((Path(folder) / MANIFEST).exists() for folder in recipe.folders):
+        manifests = [load_rows(folder)[1] for folder in recipe.folders]
+        rows, tokens = (sum(manifest["counts"][name] for manifest in manifests) for name in ("rows", "tokens"))
+        return rows, tokens, max(manifest["settings"]["max_length"] for manifest in manifests)
     if recipe.expected_rows is None or recipe.expected_tokens is None:
         raise ValueError(
             f"`data` is {recipe.data}, which is not made yet, and the recipe has no `expected_rows` and `expected_tokens`: "

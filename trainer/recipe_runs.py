@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import yaml
+from datasets import Dataset, concatenate_datasets
 from huggingface_hub.errors import StrictDataclassError
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, set_seed
@@ -14,6 +15,7 @@ from ..modeling_xpress import XPressDrafterConfig, embedding_fingerprint
 from .answers import load_tokenizer
 from .bfloat16 import warn_of_slow_bf16
 from .checkpoints import last_whole_checkpoint
+from .feature_cache import CachedRows, cache_features
 from .optimizer import SETTINGS, MuonAdamW
 from .recipes import Recipe, parse_yaml
 from .row_folder import load_rows, sha256, weights_fingerprint
@@ -28,8 +30,8 @@ NOTE = "recipe.yaml"  # what a run was made of, in its output folder
 def make_trainer(recipe: Recipe) -> XPressTrainer:
     """Everything loaded and checked, nothing trained yet."""
     args = XPressTrainingArguments(**recipe.training)
-    rows, manifest = load_rows(recipe.data)
-    held_out = None if recipe.eval_data is None else load_rows(recipe.eval_data)[0]
+    parts = [load_rows(folder) for folder in recipe.folders]
+    eval_parts = [] if recipe.eval_data is None else [load_rows(recipe.eval_data)]
     set_seed(args.seed)
     tokenizer = load_tokenizer(recipe.target, recipe.target_revision)
     if recipe.target_dtype == "bfloat16":
@@ -38,15 +40,41 @@ def make_trainer(recipe: Recipe) -> XPressTrainer:
         recipe.target, revision=recipe.target_revision, dtype=recipe.target_dtype
     )
     check_shape(target, recipe.target_config)
-    check_rows_are_of(manifest, recipe, tokenizer, target)
+    for folder, (_, manifest) in zip(recipe.folders, parts):
+        check_rows_are_of(folder, manifest, recipe, tokenizer, target)
     drafter = make_drafter(recipe, target, tokenizer)
-    parts = {"peft_config": lora_config(recipe)}
+    rows, held_out = (joined(each, recipe, target, drafter.config, args) for each in (parts, eval_parts))
+    kwargs = {"peft_config": lora_config(recipe)}
     if recipe.optimizer == "muon":
         trained = [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
         named = {name: recipe.training[name] for name in SETTINGS if name in recipe.training}
         optimizer = MuonAdamW(trained, recipe.muon_learning_rate, args.learning_rate, **named)
-        parts["optimizers"] = (optimizer, None)
-    return XPressTrainer(drafter, target, args, train_dataset=rows, eval_dataset=held_out, **parts)
+        kwargs["optimizers"] = (optimizer, None)
+    return XPressTrainer(drafter, target, args, train_dataset=rows, eval_dataset=held_out, **kwargs)
+
+
+def joined(
+    parts: list[tuple[Dataset, dict]],
+    recipe: Recipe,
+    target: PreTrainedModel,
+    config: XPressDrafterConfig,
+    args: XPressTrainingArguments,
+) -> Dataset | CachedRows | None:
+    """The rows of all `parts`, `(rows, manifest)` each, with the target's states where the recipe keeps them; None of none."""
+    if not parts:
+        return None
+    rows = concatenate_datasets([rows for rows, _ in parts])
+    if recipe.feature_cache is None:
+        return rows
+    with args.main_process_first(local=False, desc="reading the target's states"):
+        return cache_features(
+            target.to(args.device),
+            config,
+            rows,
+            recipe.feature_cache,
+            max_bytes=int(recipe.feature_cache_gib * 2**30),
+            manifest={"parts": [manifest["settings"] for _, manifest in parts]},
+        )
 
 
 def lora_config(recipe: Recipe) -> LoraConfig | None:
@@ -145,19 +173,19 @@ def check_shape(target: PreTrainedModel, shape: dict) -> None:
 
 
 def check_rows_are_of(
-    manifest: dict, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel
+    folder: str, manifest: dict, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel
 ) -> None:
     """Raises for rows of another tokenizer, warns of rows that another target answered."""
     made = manifest["settings"]
     if made["tokenizer"] != sha256(tokenizer.backend_tokenizer.to_str()):
         raise ValueError(
-            f"the rows of {recipe.data} were made with the tokenizer of {manifest['target']}, expected that of "
+            f"the rows of {folder} were made with the tokenizer of {manifest['target']}, expected that of "
             f"{recipe.target}: make them with `--target {recipe.target}`."
         )
     answered = made["weights"] is not None and made["dtype"] == recipe.target_dtype
     if answered and made["weights"] != weights_fingerprint(target):
         logger.warning(
-            f"The rows of {recipe.data} were answered by {manifest['target']}, which has other weights than {recipe.target}: "
+            f"The rows of {folder} were answered by {manifest['target']}, which has other weights than {recipe.target}: "
             "the drafter learns to speak for another target than the one that it reads."
         )
 

@@ -44,8 +44,11 @@ class Recipe:
     Args:
         target (`str`), target_revision (`str`), target_dtype (`str`): The frozen target; an adapter is merged first.
         target_config (`dict`): Its shape, for a dry run that reads nothing; a target of another shape is refused.
-        data, eval_data (`str`): Folders that `xpress data` made.
+        data (`str` or `list[str]`), eval_data (`str`): Folders that `xpress data` made.
         expected_rows, expected_tokens (`int`): Of `data`, for a dry run before it is made.
+        feature_cache (`str`): Folder, seen by all processes, where the target's states are kept, so that it reads every row
+            once; for few rows and many epochs. Where omitted it reads them at every step.
+        feature_cache_gib (`float`): What they may take there; training does not begin where they would take more.
         drafter (`str`): Hub id or folder of the drafter to go on from; a fresh one where omitted.
         mask_token (`str` or `int`): Token or id of a fresh drafter's empty slots; the tokenizer's where omitted.
         optimizer (`str`): `"adamw"`, by `optim`, or `"muon"` for the matrices with AdamW at `learning_rate` for the rest.
@@ -56,13 +59,15 @@ class Recipe:
     """
 
     target: str
-    data: str
+    data: str | list[str]
     target_revision: str | None = None
     target_dtype: str = "bfloat16"
     target_config: dict = field(default_factory=dict)
     eval_data: str | None = None
     expected_rows: int | None = None
     expected_tokens: int | None = None
+    feature_cache: str | None = None
+    feature_cache_gib: float = 16.0
     drafter: str | None = None
     mask_token: str | int | None = None
     optimizer: str = "adamw"
@@ -79,6 +84,8 @@ class Recipe:
         ):
             if value not in expected:
                 raise ValueError(f"`{name}` is {value!r}, expected one of {', '.join(expected)}.")
+        if not self.folders or not all(isinstance(folder, str) for folder in self.folders):
+            raise ValueError(f"`data` is {self.data!r}, expected a folder that `xpress data` made, or a list of such.")
         if self.lora_rank is not None and self.drafter is None:
             raise ValueError(
                 f"`lora_rank` is {self.lora_rank} without a `drafter` to adapt: name one, or leave it out."
@@ -95,6 +102,7 @@ class Recipe:
         """Raises for a value that nothing would read."""
         values = self.values()
         for name, ignored, beside in (
+            ("feature_cache_gib", self.feature_cache is None, "no `feature_cache`"),
             ("mask_token", self.drafter is not None, "a `drafter`, which has its own"),
             ("muon_learning_rate", self.optimizer != "muon", f"`optimizer` {self.optimizer!r}"),
             *((name, self.optimizer == "muon", "`optimizer` 'muon'") for name in OPTIM),
@@ -105,6 +113,11 @@ class Recipe:
                 raise ValueError(
                     f"`{name}` is {values[name]!r} beside {beside}: nothing would read it, expected it left out."
                 )
+
+    @property
+    def folders(self) -> list[str]:
+        """Of the training rows."""
+        return self.data if isinstance(self.data, list) else [self.data]
 
     def values(self) -> dict[str, Any]:
         """The recipe as a YAML would say it."""

@@ -27,8 +27,9 @@ def make_cache(folder, model=None, rows=None, **kwargs):
 def test_size_is_known_beforehand(tmp_path, dtype):
     """By hand, by the estimate, and on the disk."""
     rows, drafter = make_rows(4), make_drafter(target())
-    size = sum(len(row["input_ids"]) for row in rows) * (len(TAPS) + 1) * HIDDEN * dtype.itemsize
-    assert cache_bytes(rows, drafter.config, dtype) == size
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    size = tokens * (len(TAPS) + 1) * HIDDEN * dtype.itemsize
+    assert cache_bytes(tokens, drafter.config, dtype) == size
     make_cache(tmp_path, make_target().to(dtype), rows)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) == pytest.approx(size, rel=0.05)
 
@@ -89,7 +90,9 @@ def test_a_cache_that_was_cut_off_is_written_again(tmp_path, monkeypatch):
 
 def test_too_large(tmp_path):
     """Refused with both numbers, before a file is there."""
-    size = cache_bytes(make_rows(4), make_drafter(target()).config, torch.float32)
+    size = cache_bytes(
+        sum(len(row["input_ids"]) for row in make_rows(4)), make_drafter(target()).config, torch.float32
+    )
     with pytest.raises(ValueError, match=f"would take {size:,} bytes; allowed are 1,000"):
         make_cache(tmp_path / "cache", max_bytes=1000)
     assert not list((tmp_path / "cache").iterdir())

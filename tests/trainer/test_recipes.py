@@ -19,6 +19,7 @@ from xpress_drafter.trainer.plan import make_plan
 from xpress_drafter.trainer.prompts import read_conversations
 from xpress_drafter.trainer.recipe_runs import make_trainer, run, save_drafter
 from xpress_drafter.trainer.recipes import SHIPPED, parse_overrides, read_recipe
+from xpress_drafter.trainer.row_folder import load_rows
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,8 @@ REFUSED = [
     ({"max_steps": True}, "`max_steps` is True, expected a value of type int"),
     ({"bf16": 1}, "`bf16` is 1, expected a value of type bool"),
     ({"data": None}, "has no `data`, which has no default"),
+    ({"data": 3}, "`data` is 3, expected a folder that `xpress data` made, or a list of such"),
+    ({"feature_cache_gib": 2.0}, "`feature_cache_gib` is 2.0 beside no `feature_cache`: nothing would read it"),
     ({"optimizer": "sgd"}, "`optimizer` is 'sgd', expected one of adamw, muon"),
     ({"target_dtype": "int8"}, "`target_dtype` is 'int8', expected one of float32"),
     ({"lora_rank": 8}, "`lora_rank` is 8 without a `drafter` to adapt"),
@@ -268,6 +271,29 @@ class Interrupt(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 2:
             raise KeyboardInterrupt
+
+
+def test_rows_of_several_folders_and_states_on_the_disk(tiny, rows, tmp_path):
+    """Training is that without a cache, for which the plan knew the size; a second run writes none."""
+    cache, own = tmp_path / "states", {"data": [rows, rows], "max_steps": 2, "target_dtype": "float32", "bf16": False}
+    online = run(tiny(output_dir=str(tmp_path / "online"), **own))
+    assert len(online.train_dataset) == 2 * len(load_rows(rows)[0])
+    recipe = tiny(feature_cache=str(cache), **own)
+    trainer = run(recipe)
+    for name, weight in online.model.state_dict().items():
+        assert torch.allclose(trainer.model.state_dict()[name], weight, atol=1e-4), name
+    (file,) = cache.iterdir()
+    assert file.stat().st_size == make_plan(recipe).disk > make_plan(tiny(**own)).disk == 0
+    written = file.stat().st_mtime_ns
+    make_trainer(recipe)
+    assert [path.stat().st_mtime_ns for path in cache.iterdir()] == [written]
+
+
+def test_a_cache_that_would_be_too_large_is_not_begun(tiny, tmp_path):
+    cache = tmp_path / "states"
+    with pytest.raises(ValueError, match="allowed are 1,073 .*`feature_cache_gib`"):
+        make_trainer(tiny(feature_cache=str(cache), feature_cache_gib=1e-6))
+    assert not list(cache.iterdir())
 
 
 def test_a_run_that_was_stopped_goes_on(tiny, tmp_path):
