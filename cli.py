@@ -1,4 +1,4 @@
-"""The command line: `xpress demo`, `generate`, `compare`, `build-tiny`; next door `data` and `train`, the benches and `study`."""
+"""The command line: `xpress demo`, `generate`, `compare`, `build-tiny`; next door `data`, `train`, `eval` and `card`, the benches and `study`."""
 
 import json
 from pathlib import Path
@@ -14,6 +14,7 @@ from rich.text import Text
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from .cli_card import card_app
 from .cli_eval import eval_app
 from .cli_lab import lab_app
 from .cli_training import training_app
@@ -26,6 +27,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.add_typer(training_app)
 app.add_typer(lab_app)
 app.add_typer(eval_app)
+app.add_typer(card_app)
 console = Console(highlight=False)
 
 HERE = Path(__file__).parent

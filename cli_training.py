@@ -88,7 +88,8 @@ def data(
     console.print(
         f"{counts['rows']} rows from {counts['prompts']} prompts in {out}: {counts['tokens']} tokens, of which "
         f"{counts['supervised_tokens']} ({counts['supervised_tokens'] / counts['tokens']:.0%}) are supervised. "
-        f"Excluded: {len(conversations) - len(kept)}. Dropped: {counts['dropped'] or 'none'}. Answers that did not end: {counts.get('unfinished_answers', 0)}."
+        f"Excluded: {len(conversations) - len(kept)}. Dropped: {counts['dropped'] or 'none'}. "
+        f"Answers that did not end: {counts.get('unfinished_answers', 0)}."
     )
 
 

@@ -1,61 +1,105 @@
-"""Model cards that tell the truth: typed data, a template, every number from a file that a command wrote."""
+"""Model cards that tell the truth: typed facts, a template, every number from a file that a command wrote."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from huggingface_hub import ModelCard, ModelCardData
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from ..modeling_xpress import XPressDrafterConfig
+from .results import compared, evaluated, learning_curve, metrics
 
 
-TEMPLATES = Path(__file__).parent / "templates"
+HERE = Path(__file__).parent
+TEMPLATES, FACTS = HERE / "templates", HERE / "facts"
+KINDS = {
+    "xpress": "a causal refiner (xPress, arXiv 2608.02438)",
+    "markov": "a Markov head (DSpark)",
+    None: "no refiner",
+}
 
 
 @dataclass
-class DrafterFacts:
-    """What a drafter's card states. Numbers come from `xpress compare --json`; unknowns stay out of the card."""
+class Facts:
+    """
+    What somebody must say, in a YAML, because no command knows it. Numbers come from commands; unknowns stay out of the card.
 
-    name: str  # Hub id or folder
+    Args:
+        name (`str`), target (`str`): Hub ids, or folders, of the drafter and of its target.
+        dtype (`str`): In which the example loads both.
+        data (`str`): A sentence on the prompts, with their licence; `datasets` are those with a Hub id.
+        commands (`str`): What made rows and drafter, from the start.
+        weights (`str`, *optional*): Which weights of the target the numbers come from.
+    """
+
+    name: str
     target: str
     licence: str
-    block_size: int
-    parameters: int
-    recipe: str  # the command that trained it
-    data: str  # a sentence on the data, with its licence
-    datasets: list[str]
-    measured: list[dict]  # rows of `ArmResult.as_row()`
-    measured_by: str  # the command that measured it
-    measured_on: str  # prompts, precision, machine
+    dtype: str
+    data: str
+    commands: str
+    weights: str | None = None
+    datasets: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
 
 
-def results_table(rows: list[dict]) -> str:
-    """Measured arms as a Markdown table."""
-    lines = ["| arm | tau | tokens/s | speed-up | identical to plain |", "|---|---|---|---|---|"]
-    for row in rows:
-        lines.append(
-            f"| {row['arm']} | {row['tau']:.2f} | {row['tokens_per_second']:.0f} | {row['speed_up']:.2f} | "
-            f"{row['identical']} of {row['prompts']} |"
-        )
-    return "\n".join(lines)
+@dataclass
+class Training:
+    """What the training wrote: a sentence on its rows, the trainer's log, and the recipe's values where it had one."""
+
+    rows: str
+    history: list[dict]
+    recipe: dict = field(default_factory=dict)
 
 
-def drafter_card(facts: DrafterFacts) -> ModelCard:
-    """The card of a drafter, with the metadata by which the Hub finds it."""
+def read_facts(path: Path) -> Facts:
+    """The facts of a YAML; a `ValueError` names keys that are missing or that nothing reads."""
+    values, known = yaml.safe_load(path.read_text(encoding="utf-8")), {each.name for each in fields(Facts)}
+    try:
+        return Facts(**values)
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}. Expected keys of {', '.join(sorted(known))}.") from error
+
+
+def drafter_card(
+    facts: Facts,
+    config: XPressDrafterConfig,
+    parameters: int,
+    training: Training,
+    results: list[str],
+    told: list[EvalResult],
+) -> ModelCard:
+    """The card of a drafter, with the metadata by which the Hub finds it; `told` are the numbers that it is told."""
     data = ModelCardData(
         base_model=facts.target,
         license=facts.licence,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["speculative-decoding", "block-diffusion", "dflash", "xpress", "drafter"],
-        datasets=facts.datasets,
+        datasets=facts.datasets or None,
+        **({"model_name": Path(facts.name).name, "eval_results": told} if told else {}),
     )
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATES / "drafter.md"),
         facts=facts,
-        table=results_table(facts.measured),
-        millions=f"{facts.parameters / 1e6:.1f}",
+        config=config,
+        refiner=KINDS[config.refiner_type],
+        millions=f"{parameters / 1e6:.1f}",
+        training=training,
+        curve=learning_curve(training.history),
+        recipe=yaml.safe_dump(training.recipe, sort_keys=False).strip() if training.recipe else None,
+        results="\n\n".join(results),
     )
+
+
+def evaluated_card(
+    facts: Facts, config: XPressDrafterConfig, parameters: int, training: Training, reports: list[dict]
+) -> ModelCard:
+    """The card of a drafter that `xpress eval` measured; the Hub is told the numbers of the first report."""
+    results = [evaluated(report) for report in reports]
+    return drafter_card(facts, config, parameters, training, results, metrics(reports[0]))
 
 
 def target_card(log: list[dict], recipe: str) -> ModelCard:
@@ -70,34 +114,11 @@ def target_card(log: list[dict], recipe: str) -> ModelCard:
 
 def write_tiny_cards(out: Path, measured: list[dict], parameters: int, measured_on: str) -> None:
     """The cards of a freshly built tiny pair, and the numbers that they state as `measured.json`."""
-    recipe = "xpress build-tiny gsm8k-train.jsonl gsm8k-test.jsonl OUT"
-    log = json.loads((out / "log.json").read_text())
-    steps = [row for row in log["drafter"] if "tau_pass_0" in row]
-    end = log["drafter"][-1]
-    facts = DrafterFacts(
-        name="tiny/drafter",
-        target="tiny/target",
-        licence="apache-2.0",
-        block_size=8,
-        parameters=parameters,
-        recipe=recipe,
-        data=(
-            f"{log['answers']['rows']} greedy answers ({log['answers']['tokens']} tokens) of the target itself to "
-            "questions of GSM8K's train split with other numbers and names (Cobbe et al. 2021, MIT licence, "
-            "`openai/gsm8k`); "
-            f"{int(end['step'])} steps. Simulated tau on the training rows at "
-            f"the end: {steps[-1]['tau_pass_0']:.2f} base, {steps[-1]['tau_pass_3']:.2f} after three passes."
-        ),
-        datasets=["openai/gsm8k"],
-        measured=measured,
-        measured_by="xpress compare gsm8k-test.jsonl --limit 20 --max-new-tokens 128",
-        measured_on=measured_on,
-        limits=[
-            "Made to show and to test the method: its target is no problem solver.",
-            "Trained on answers of at most 160 tokens; later positions are drafted less well.",
-            "It drafts for its own target alone; on another model of the same sizes it warns.",
-        ],
-    )
+    facts, log = read_facts(FACTS / "tiny.yaml"), json.loads((out / "log.json").read_text())
+    rows = f"{log['answers']['rows']} greedy answers ({log['answers']['tokens']} tokens) of the target itself."
+    results = compared(measured, "xpress compare gsm8k-test.jsonl --limit 20 --max-new-tokens 128", measured_on)
+    config = XPressDrafterConfig.from_pretrained(out / "drafter")
+    card = drafter_card(facts, config, parameters, Training(rows, log["drafter"]), [results], told=[])
     (out / "measured.json").write_text(json.dumps(measured, indent=1))
-    drafter_card(facts).save(out / "drafter" / "README.md")
-    target_card(log["target"], recipe).save(out / "target" / "README.md")
+    card.save(out / "drafter" / "README.md")
+    target_card(log["target"], facts.commands).save(out / "target" / "README.md")

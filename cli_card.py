@@ -1,0 +1,116 @@
+"""`xpress card`: the card of a drafter, from what `xpress data`, `train` and `eval` wrote and what no command knows."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+from .cli_eval import SUMMARY
+
+
+card_app = typer.Typer()
+console = Console(highlight=False)
+CARD, RESULTS = "README.md", "results.json"
+# Of the recipe, and not for a card: where things lay, the target's shape, and what was expected of the rows.
+UNSAID = (
+    "target",
+    "target_config",
+    "data",
+    "eval_data",
+    "feature_cache",
+    "output_dir",
+    "expected_rows",
+    "expected_tokens",
+)
+
+
+@card_app.command("card")
+def write_card(
+    drafter: Annotated[Path, typer.Argument(help="Its folder, which the card is written into.", exists=True)],
+    facts: Annotated[
+        Path, typer.Argument(help="YAML of what no command knows: hub_cards/facts has some.", exists=True)
+    ],
+    results: Annotated[list[Path], typer.Option(help="Folder of `xpress eval`; may be given several times.")],
+    training: Annotated[Path, typer.Option(help="`output_dir` of `xpress train`; its rows must be where they were.")],
+):
+    """Writes README.md, and results.json, its numbers with their intervals, into a drafter's folder."""
+    from .hub_cards.cards import evaluated_card, read_facts
+
+    try:
+        reports = [read_report(folder) for folder in results]
+        trained, manifests = read_training(training)
+        for folder, report in zip(results, reports):
+            check_rows(folder, report, manifests)
+        model = check_weights(drafter, dict(zip(results, reports)))
+        card = evaluated_card(read_facts(facts), model.config, model.num_parameters(), trained, reports)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    card.save(drafter / CARD)
+    (drafter / RESULTS).write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
+    console.print(f"In {drafter}: {CARD}, {RESULTS}.", soft_wrap=True)
+
+
+def read_report(folder: Path) -> dict:
+    if not (folder / SUMMARY).exists():
+        raise ValueError(f"{folder} holds no {SUMMARY}, expected a folder of an `xpress eval` that came to its end.")
+    return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+
+
+def read_training(folder: Path) -> tuple:
+    """What the card says of a training, and the manifests of its rows."""
+    from .hub_cards.cards import Training
+    from .trainer.checkpoints import STATE, last_whole_checkpoint
+    from .trainer.recipe_runs import NOTE
+    from .trainer.recipes import read_recipe
+    from .trainer.row_folder import read_manifest
+
+    checkpoint = last_whole_checkpoint(str(folder))
+    if checkpoint is None or not (folder / NOTE).exists():
+        raise ValueError(
+            f"{folder} holds no {NOTE} and whole checkpoint, expected the `output_dir` of `xpress train`."
+        )
+    history = json.loads((Path(checkpoint) / STATE).read_text(encoding="utf-8"))["log_history"]
+    recipe = read_recipe(str(folder / NOTE))
+    manifests = [read_manifest(Path(rows)) for rows in recipe.folders]
+    shown = {key: value for key, value in recipe.values().items() if key not in UNSAID}
+    return Training(describe_rows(manifests), history, shown), manifests
+
+
+def describe_rows(manifests: list[dict]) -> str:
+    """How many rows there are, and who answered how."""
+    counts = {key: sum(made["counts"][key] for made in manifests) for key in ("rows", "supervised_tokens")}
+    settings = manifests[0]["settings"]
+    if settings["answers"] == "given":
+        how = "the data set's own answers"
+    else:
+        drawn = "greedily" if settings["temperature"] == 0 else f"at temperature {settings['temperature']:g}"
+        how = f"answered by the target itself, {drawn}, in at most {settings['max_new_tokens']} tokens ({settings['dtype']})"
+    return f"{counts['rows']:,} rows with {counts['supervised_tokens']:,} supervised tokens, {how}."
+
+
+def check_rows(folder: Path, report: dict, manifests: list[dict]) -> None:
+    """Raises where the prompts were held against other rows than those of the training."""
+    if report["held_out"] is None:
+        return
+    held = {rows["prompts_sha256"] for rows in report["held_out"]}
+    if lacking := [made for made in manifests if made["settings"]["prompts_sha256"] not in held]:
+        raise ValueError(
+            f"the prompts of {folder} were not held against {len(lacking)} of the {len(manifests)} folders of rows that the "
+            "drafter was trained on: run its `xpress eval` again with `--trained-on` for each; nothing is measured anew."
+        )
+
+
+def check_weights(drafter: Path, reports: dict[Path, dict]):
+    """The drafter; raises where a report is of another one."""
+    from .generation import XPressDrafterModel
+    from .trainer.row_folder import weights_fingerprint
+
+    for folder, report in reports.items():
+        settings = report["settings"]
+        model = XPressDrafterModel.from_pretrained(drafter, dtype=getattr(torch, settings["dtype"]))
+        if settings["weights"].get("drafter") != weights_fingerprint(model):
+            raise ValueError(f"{folder} did not measure the weights of {drafter}: measure them, in a new folder.")
+    return model
