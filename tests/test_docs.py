@@ -1,4 +1,7 @@
-"""Every code block of the training page runs, in order, as a reader would run it; what needs the Hub is planned or parsed."""
+"""
+Every code block of the training page runs, in order, as a reader would run it; what needs the Hub is planned or parsed, and so
+are the commands of the page on SmolLM2, which the facts of its card repeat.
+"""
 
 import re
 import shlex
@@ -7,16 +10,21 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 from xpress_drafter.cli import app
+from xpress_drafter.generation.prompt_sets import HUB_SETS
+from xpress_drafter.hub_cards.cards import FACTS, read_facts
+from xpress_drafter.trainer.plan import make_plan
+from xpress_drafter.trainer.recipes import parse_overrides, read_recipe
 
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "train-a-drafter.md").read_text(encoding="utf-8")
+PAGE, SMOLLM2 = ((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("train-a-drafter", "smollm2"))
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, flags=re.DOTALL)
+SMOLLM2_BLOCKS = re.findall(r"```(\w+)\n(.*?)```", SMOLLM2, flags=re.DOTALL)
 
 
-def commands(*languages: str) -> list[list[str]]:
+def commands(*languages: str, of: list[tuple[str, str]] = BLOCKS) -> list[list[str]]:
     """The arguments of every `xpress` line in blocks of these languages."""
-    blocks = (block.replace("\\\n", " ") for language, block in BLOCKS if language in languages)
+    blocks = (block.replace("\\\n", " ") for language, block in of if language in languages)
     lines = (shlex.split(line) for block in blocks for line in block.splitlines())
     return [line[1:] for line in lines if line[:1] == ["xpress"]]
 
@@ -56,6 +64,27 @@ def test_commands_that_need_the_hub(arguments):
     assert arguments[0] == "data"
     known = invoke(["data", "--help"])
     assert [option for option in arguments if option.startswith("--") and option not in known] == []
+
+
+def test_smollm2_s_commands_are_planned_and_those_of_its_card():
+    """Every training of the page, of its three drafters and no others; every word of its script but its downloads."""
+    planned = [line for line in commands("sh", of=SMOLLM2_BLOCKS) if line[0] == "train"]
+    refiners = []
+    for line in planned:
+        own = parse_overrides([word for word in line[2:] if not word.startswith("--")])
+        plan = make_plan(read_recipe(line[1], own))
+        refiners.append(plan.parameters["refiner"])
+        assert plan.parameters["backbone"] == make_plan(read_recipe("smollm2-135m")).parameters["backbone"]
+    assert refiners == [12_886_016, 12_886_016, 2 * 128 * 49152, 0]
+    facts = read_facts(FACTS / "xpress-smollm2-135m-b8.yaml")
+    stated = [shlex.split(line)[1:] for line in facts.commands.splitlines() if line.startswith("xpress")]
+    data, *trained = stated
+    assert [line for line in planned if "--dry-run" not in line] == trained
+    (written,) = (line for line in commands("sh", of=SMOLLM2_BLOCKS) if line[0] == "data")
+    assert written[: len(data)] == data and set(written[len(data) :]) == {"--exclude", *HUB_SETS}
+    for language, block in SMOLLM2_BLOCKS:
+        if language == "python":
+            compile(block, "smollm2.md", "exec")
 
 
 def test_every_shipped_recipe_is_on_the_page():
