@@ -209,14 +209,15 @@ class XPressModel(XPressPreTrainedModel):
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def _expand_mask(self, mask, noise_embeds: torch.Tensor):
-        """A padding mask `[N, T]` as one that attention takes; eager attention adds its mask, so True becomes 0.0."""
+        """A padding mask `[N, T]` as one that attention takes, which is added: True becomes 0.0, here once for all layers."""
         if not isinstance(mask, torch.Tensor):
             return mask
         if mask.dim() == 2:
             mask = mask.bool()[:, None, None, :].expand(-1, 1, noise_embeds.shape[1], -1)
-        if mask.dtype == torch.bool and self.config._attn_implementation == "eager":
-            floor = torch.finfo(noise_embeds.dtype).min
-            mask = torch.zeros_like(mask, dtype=noise_embeds.dtype).masked_fill_(~mask, floor)
+        if mask.dtype == torch.bool:
+            kind = noise_embeds.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else noise_embeds.dtype
+            mask = torch.where(mask, mask.new_zeros((), dtype=dtype), torch.finfo(dtype).min)
         return mask
 
 

@@ -1,10 +1,14 @@
 """The drafter's attention in training: every implementation the same, and what its mask weighs."""
 
+import random
+
 import pytest
 import torch
 from rig import BLOCK, HIDDEN, MASK_TOKEN, TAPS, make_drafter, target
+from torch._dynamo.testing import CompileCounter
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import assert_close, gradients
+from training import assert_close, batch_of, gradients, make_trainer
 from transformers.integrations import flex_attention
 from xpress_drafter.trainer import block_attention_mask, cut_blocks
 from xpress_drafter.trainer.blocks import flex_block_mask
@@ -83,11 +87,12 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("heads", [4, 16])
 @pytest.mark.parametrize("A, S", [(16, 64), (32, 64), (16, 256)])
-def test_what_the_mask_weighs(A, S):
+def test_what_the_mask_weighs(A, S, heads):
     """A byte for each of A * B * (S + A * B) pairs; attention, forward and backward, makes nothing larger than that in
-    fp32: no copy of it for every head."""
-    drafter = make_drafter(target())
+    fp32, however many heads there are: no copy of it for every head."""
+    drafter = make_drafter(target(), num_attention_heads=heads, head_dim=32 // heads)
     ids = torch.randint(MASK_TOKEN, (1, S))
     anchors = torch.arange(A)[None] * (S // A)
     mask = block_attention_mask(anchors, torch.ones_like(anchors).bool(), BLOCK, torch.ones_like(ids))
@@ -98,3 +103,66 @@ def test_what_the_mask_weighs(A, S):
     with Largest() as largest:
         draft_blocks(drafter, target(), features, blocks, torch.ones_like(ids)).sum().backward()
     assert pairs // 4 <= largest.numel <= pairs
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that the tensors made inside held at a time; what one operation takes for itself alone is not seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.bytes = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(part, torch.Tensor):
+                storage = part.untyped_storage()
+                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
+        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
+        self.bytes = max(self.bytes, sum(self.sizes.values()))
+        return result
+
+
+def peak_of_a_step(A: int, S: int, layers: int) -> int:
+    """Bytes of a step's peak, its gradients included, on one row of S tokens."""
+    model = target()
+    drafter = make_drafter(model, num_hidden_layers=layers, target_layer_ids=TAPS)
+    trainer = make_trainer(drafter, model, [{"input_ids": [5] * S, "loss_mask": [1] * S}], num_anchors=A)
+    batch = batch_of(trainer, trainer.train_dataset)
+    with Peak() as peak:
+        trainer.compute_loss(drafter, batch).backward()
+    return peak.bytes - sum(parameter.numel() * 4 for parameter in drafter.parameters())
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_what_a_step_weighs(layers):
+    """Twice the tokens or twice the anchors weigh no more than twice as much. Of each pair of an anchor's slot and a token
+    the mask's fp32 number alone is kept, once for all layers and heads; all else is of tokens or of slots."""
+    peak = {(A, S): peak_of_a_step(A, S, layers) for A in (8, 16) for S in (256, 512, 1024)}
+    for A in (8, 16):
+        assert peak[A, 1024] - peak[A, 512] == pytest.approx(2 * (peak[A, 512] - peak[A, 256]), rel=0.05)
+    for S in (256, 512, 1024):
+        assert peak[16, S] < 2 * peak[8, S]
+    of_pairs = peak[16, 1024] - peak[16, 512] - peak[8, 1024] + peak[8, 512]
+    assert of_pairs / (8 * BLOCK * 512) == pytest.approx(4, abs=0.5)
+
+
+def test_lengths_compile_flex_few_times(monkeypatch):
+    """Twenty batches of as many lengths. Counted before a compiler would run: the real one takes half a minute on CPUs."""
+    graphs = CompileCounter()
+    compiled = torch.compile(flex_attention.flex_attention, backend=graphs)
+    monkeypatch.setattr(
+        flex_attention, "compile_friendly_flex_attention", lambda *args, training, **kwargs: compiled(*args, **kwargs)
+    )
+    draw, seen = random.Random(0), set()
+    for _ in range(20):
+        A, S = draw.randint(3, 16), draw.randint(20, 200)
+        seen.add((A, S))
+        features, ids = torch.zeros(2, S, len(TAPS) * HIDDEN), torch.zeros(2, S, dtype=torch.long)
+        anchors = torch.arange(A).expand(2, -1) * (S // A)
+        blocks = cut_blocks(ids, torch.ones_like(ids).bool(), anchors, torch.ones_like(anchors).bool(), BLOCK)
+        drafter = make_drafter(target(), num_hidden_layers=1)
+        drafter.set_attn_implementation("flex_attention")
+        with torch.no_grad():
+            draft_blocks(drafter, target(), features, blocks, torch.ones_like(ids))
+    assert len(seen) == 20 and 1 <= graphs.frame_count <= 5
