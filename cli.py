@@ -21,6 +21,7 @@ from .cli_training import training_app
 from .generation.evaluation import compare, pass_arms
 from .generation.statistics_xpress import DraftingStatistics, track_drafting
 from .trainer.bfloat16 import warn_of_slow_bf16
+from .trainer.prompts import read_conversations
 
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -120,20 +121,12 @@ def arms_table(rows: list[dict], title: str) -> Table:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a JSONL file: rows with `prompt`, `question` or `turns` (the first turn)."""
-    prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise typer.BadParameter(f"{path}, line {number}: expected a JSON object, got {line[:60]!r}.") from error
-        text = row.get("prompt") or row.get("question") or (row.get("turns") or [None])[0]
-        if text is None:
-            raise typer.BadParameter(
-                f"{path}, line {number}: expected a key 'prompt', 'question' or 'turns', got {sorted(row)}."
-            )
-        prompts.append(text)
-    return prompts
+    """The first user turn of every row of a JSONL file."""
+    try:
+        conversations = read_conversations(str(path))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return [next(turn["content"] for turn in turns if turn["role"] == "user") for turns in conversations]
 
 
 def show_comparison(tokenizer, target, drafter, prompts: list[str], max_new_tokens: int) -> list[dict]:
@@ -194,7 +187,7 @@ def generate(
 
 @app.command("compare")
 def compare_arms(
-    prompts: Annotated[Path, typer.Argument(exists=True, help="JSONL with `prompt`, `question` or `turns`.")],
+    prompts: Annotated[Path, typer.Argument(exists=True, help="JSONL: messages, prompt, question or turns.")],
     target: Target = str(TINY / "target"),
     drafter: Drafter = str(TINY / "drafter"),
     limit: Annotated[int, typer.Option(min=1, help="First prompts of the file.")] = 20,

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .trainer.answers import LONGEST, AnswerSettings
+
 
 training_app = typer.Typer()
 console = Console(highlight=False)
@@ -25,7 +27,7 @@ def data(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the target.")] = None,
     answers: Annotated[
         Literal["regenerated", "given"], typer.Option(help="Whose answers: the target's, or the data's.")
-    ] = "regenerated",
+    ] = AnswerSettings.answers,
     split: Annotated[str, typer.Option(help="Of a `datasets` name.")] = "train",
     subset: Annotated[str | None, typer.Option(help="Of a `datasets` name that has several.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="First rows only.")] = None,
@@ -36,19 +38,25 @@ def data(
             "left out. May be given several times."
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is all.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 is all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Of an answer; one that does not end is kept so.")] = 1024,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = AnswerSettings.temperature,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="1 is all.")] = AnswerSettings.top_p,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is all.")] = AnswerSettings.top_k,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = AnswerSettings.seed,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=2, help="Of an answer; one that does not end is kept so.")
+    ] = AnswerSettings.max_new_tokens,
     max_length: Annotated[
         int | None,
         typer.Option(
-            min=3, help="Of a row; longer prompts are dropped, not cut. 4096 or the target's context if omitted."
+            min=3, help=f"Of a row; longer prompts are dropped, not cut. {LONGEST} or the target's context if omitted."
         ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Conversations answered together.")] = 32,
-    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the target.")] = "bfloat16",
+    ] = AnswerSettings.max_length,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Conversations answered together.")
+    ] = AnswerSettings.batch_size,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the target.")
+    ] = AnswerSettings.dtype,
     template_args: Annotated[
         str, typer.Option(help="""Variables of the chat template, as JSON: '{"enable_thinking": false}'.""")
     ] = "{}",
@@ -56,7 +64,7 @@ def data(
     """Training rows: prompts, answered by the target itself."""
     from transformers.utils import logging
 
-    from .trainer.answers import AnswerSettings, write_rows
+    from .trainer.answers import write_rows
     from .trainer.held_out import leave_out, read_sets
     from .trainer.prompts import read_conversations
 

@@ -101,5 +101,5 @@ def test_cards_state_what_was_measured(card):
 def test_a_prompt_file_that_is_not_one_is_named(tmp_path: Path):
     bad = tmp_path / "prompts.jsonl"
     bad.write_text('{"text": "hello"}\n')
-    with pytest.raises(Exception, match="line 1: expected a key 'prompt', 'question' or 'turns', got \\['text'\\]"):
+    with pytest.raises(Exception, match="row 1: expected a key .*'prompt', 'question', 'turns', got \\['text'\\]"):
         read_prompts(bad)

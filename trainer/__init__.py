@@ -4,7 +4,7 @@ from .blocks import Blocks, block_attention_mask, cut_blocks, sample_anchors
 from .bounded import ObjectiveInputs, bounded_objective
 from .chat_rows import tokenize_chat
 from .data import XPressCollator
-from .objective import ObjectiveTerms, position_weights, simulated_tau, slot_loss, xpress_objective
+from .objective import ObjectiveTerms, position_weights, slot_loss, xpress_objective
 from .xpress_trainer import XPressTrainer, XPressTrainingArguments
 
 
@@ -20,7 +20,6 @@ __all__ = [
     "cut_blocks",
     "position_weights",
     "sample_anchors",
-    "simulated_tau",
     "slot_loss",
     "tokenize_chat",
     "xpress_objective",

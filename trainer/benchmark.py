@@ -9,6 +9,7 @@ import torch
 
 from ..generation.benchmark import head_shape
 from ..modeling_xpress import XPressHead
+from .arguments import XPressTrainingArguments
 from .bounded import ObjectiveInputs, bounded_objective
 from .objective import position_weights, xpress_objective
 
@@ -22,7 +23,7 @@ def objective_ways(
     for parameter in refiner.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     head = torch.nn.Linear(hidden_size, vocab_size, bias=False, dtype=dtype).requires_grad_(False)
-    M, P = anchors, block_size - 1
+    M, P, defaults = anchors, block_size - 1, XPressTrainingArguments
     h_MBH = torch.randn(M, block_size, hidden_size, requires_grad=True)
     inputs = ObjectiveInputs(
         head=lambda h: head(h.to(dtype).contiguous()),
@@ -30,11 +31,11 @@ def objective_ways(
         predecessors_M=torch.randint(vocab_size, (M,)),
         teacher_states_SH=torch.randn(2 * M, hidden_size, dtype=dtype),
         teacher_index_MP=(2 * torch.arange(M)[:, None] + torch.arange(P)).clamp_max(2 * M - 1),
-        weights_MP=position_weights(block_size, 4.0).expand(M, P),
-        num_rounds=3,
-        ce_weight=0.1,
-        lambda_c=0.3,
-        lambda_b=0.6,
+        weights_MP=position_weights(block_size, defaults.gamma).expand(M, P),
+        num_rounds=defaults.num_rounds,
+        ce_weight=defaults.ce_weight,
+        lambda_c=defaults.lambda_consistency,
+        lambda_b=defaults.lambda_anchor_start,
     )
     return {
         "bounded": partial(_step, bounded_objective, refiner, h_MBH, inputs, dtype),

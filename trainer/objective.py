@@ -1,7 +1,7 @@
 """The co-training objective of xPress (arXiv 2608.02438), as plain functions of tensors.
 
     L = l(refined | true tokens) + lambda_c * mean_j l(refined | own guesses of round j - 1) + lambda_b * l(base)
-    l = 0.1 * CE(data token) + 0.9 * sum_v |p - q|,  weighted by exp(-(k - 1) / gamma) at slot k
+    l = c * CE(data token) + (1 - c) * sum_v |p - q|,  weighted by exp(-(k - 1) / gamma) at slot k
 
 Base logits, hidden states and the refiner's per-block part carry gradient from every term; only the guesses, being
 arg-maxima, are detached. The rounds are the Jacobi passes of generation, so that what is trained is what runs.
@@ -61,8 +61,8 @@ def xpress_objective(
     teacher_MPV: torch.Tensor,
     weights_MP: torch.Tensor,
     *,
-    num_rounds: int = 3,
-    ce_weight: float = 0.1,
+    num_rounds: int,
+    ce_weight: float,
 ) -> ObjectiveTerms:
     """
     All terms of the objective, as the formulas say; autograd keeps all logits. Training runs `bounded_objective`, the same
@@ -100,8 +100,3 @@ def xpress_objective(
         consistency = consistency + weighted(refined_MPV) / num_rounds
         guesses.append(row_argmax(refined_MPV))
     return ObjectiveTerms(teacher_forced, consistency, anchor, weights_MP.sum(), guesses)
-
-
-def simulated_tau(guesses_MP: torch.Tensor, labels_MP: torch.Tensor, counted_MP: torch.Tensor) -> torch.Tensor:
-    """Sum over blocks of accepted + 1 had the target answered with the labels; divide by the number of blocks."""
-    return ((guesses_MP == labels_MP) & counted_MP).cumprod(dim=-1).sum() + guesses_MP.shape[0]

@@ -6,8 +6,9 @@ from rig import BLOCK, HIDDEN, VOCAB, make_drafter, target
 from training import assert_close, batch_of, gradients, make_rows, make_trainer
 from xpress_drafter.generation import resolve_block
 from xpress_drafter.modeling_xpress import previous_tokens
-from xpress_drafter.trainer import bounded, position_weights, simulated_tau, slot_loss, xpress_objective
+from xpress_drafter.trainer import bounded, position_weights, slot_loss, xpress_objective
 from xpress_drafter.trainer.bounded import ObjectiveInputs, bounded_objective, slot_loss_and_gradient_
+from xpress_drafter.trainer.metrics import kept
 
 
 M, P = 5, BLOCK - 1
@@ -99,8 +100,9 @@ class Blocks:
         return base
 
     def objective(self, base, refiner, **kwargs):
+        settings = {"num_rounds": 3, "ce_weight": 0.1, **kwargs}
         return xpress_objective(
-            refiner, self.h, base, self.tokens, self.predecessors, self.teacher, self.weights, **kwargs
+            refiner, self.h, base, self.tokens, self.predecessors, self.teacher, self.weights, **settings
         )
 
     def reference(self, base, num_rounds: int) -> dict[str, torch.Tensor]:
@@ -268,11 +270,11 @@ def test_rounds_are_the_passes_and_settle_left_to_right():
     assert not torch.equal(rounds[P - 1], tokens) and torch.equal(rounds[P], tokens)
 
 
-def test_simulated_tau_counts_the_leading_hits_and_one():
+def test_kept_are_the_leading_hits():
     guesses = torch.tensor([[1, 2, 3], [1, 9, 3], [9, 2, 3], [1, 2, 3], [1, 2, 3]])
     labels = torch.tensor([[1, 2, 3]]).expand(5, -1)
     counted = torch.tensor([[1, 1, 1]] * 3 + [[1, 1, 0], [0, 0, 0]]).bool()
-    assert simulated_tau(guesses, labels, counted) == (3 + 1 + 0 + 2 + 0) + 5
+    assert kept(guesses, labels, counted).sum(dim=-1).tolist() == [3, 1, 0, 2, 0]
 
 
 def test_gradients_reach_the_backbone_through_every_term():
