@@ -274,19 +274,17 @@ def settings_of(choice: Choice, rendered: dict[str, list[list[int]]]) -> dict:
 
 
 def run(target: nn.Module, rendered: dict[str, list[list[int]]], arms: list, folder, choice: Choice) -> None:
-    """Measures behind a bar with the time left."""
+    """Measures behind a bar with the time left, or with a line a prompt."""
     from .generation.evaluation_runs import evaluate, round_the_sets
 
     prompts = round_the_sets(rendered)
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
     with Progress(TextColumn("measuring"), *columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=len(prompts))
-        evaluate(
-            target,
-            prompts,
-            arms,
-            folder,
-            choice.seed,
-            on_prompt=lambda done: bar.update(task, completed=done),
-            **choice.generate,
-        )
+
+        def on_prompt(done: int) -> None:
+            bar.update(task, completed=done)
+            if not console.is_terminal:  # a log shows no bar
+                console.print(f"{done} of {len(prompts)} prompts measured")
+
+        evaluate(target, prompts, arms, folder, choice.seed, on_prompt=on_prompt, **choice.generate)

@@ -102,7 +102,7 @@ def data(
 
 
 class AnswerProgress:
-    """A bar over the conversations, with the supervised tokens per second of this run and the time left."""
+    """A bar over the conversations, or lines, with the supervised tokens per second of this run and the time left."""
 
     def __init__(self, total: int):
         self.bar = Progress(
@@ -130,6 +130,8 @@ class AnswerProgress:
         start, before = self.begun
         speed = (tokens - before) / max(time.perf_counter() - start, 1e-9)
         self.bar.update(self.task, completed=done, speed=speed)
+        if not console.is_terminal:  # a log shows no bar
+            console.print(f"{done} of {self.bar.tasks[0].total} prompts, {speed:.0f} tokens/s")
 
 
 @training_app.command()

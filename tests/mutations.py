@@ -97,6 +97,34 @@ MUTATIONS = [
         "range((out.batches + 1) * settings.batch_size if out.batches else 0,",
         "tests/trainer/test_answers.py",
     ),
+    Mutation(
+        "tau without the target's own token",
+        "generation/evaluation_numbers.py",
+        "return accepted / max(rounds, 1) + 1",
+        "return accepted / max(rounds, 1)",
+        "tests/test_cli_eval.py",
+    ),
+    Mutation(
+        "the target's own token counted as accepted in Transformers' loops",
+        "generation/arms.py",
+        "Round(d, a - 1, 0)",
+        "Round(d, a, 0)",
+        "tests/generation/test_evaluation_runs.py",
+    ),
+    Mutation(
+        "our arms are given another prompt than the rest",
+        "generation/arms.py",
+        "target.generate(prompt, attention_mask=torch.ones_like(prompt)",
+        "target.generate(prompt[:, arm.own :], attention_mask=torch.ones_like(prompt[:, arm.own :])",
+        "tests/generation/test_evaluation_runs.py",
+    ),
+    Mutation(
+        "prompts that were trained on are measured",
+        "trainer/held_out.py",
+        "turn_hashes([prompt]) & trained",
+        "turn_hashes([prompt]) - trained - turn_hashes([prompt])",
+        "tests/test_cli_eval.py",
+    ),
 ]
 
 

@@ -76,6 +76,7 @@ def test_a_stopped_run_goes_on(stopped_and_resumed):
     rows = (folder / "rows.jsonl").read_text()
     assert rows.startswith(first) and rows.count("\n") == 2
     assert (folder / "report.md").read_text() in output.replace("In " + str(folder), "")
+    assert "1 of 2 prompts measured\n2 of 2 prompts measured\n" in output  # of a log, which has no bar
 
 
 def test_the_table_says_what_the_rows_hold(stopped_and_resumed):
