@@ -53,7 +53,9 @@ def test_other_lines_are_the_ones_that_ci_runs():
     assert 'pip install --quiet -e ".[test]"' in ci and "pytest -n 2 -q" in ci
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/train-a-drafter.md", "docs/choices.md", "docs/smollm2.md", "NOTES.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/train-a-drafter.md", "docs/choices.md", "docs/smollm2.md", "NOTES.md"]
+)
 def test_links_and_commands_of_every_page(page):
     """Every relative link leads somewhere; every `xpress` command and option in a block exists."""
     text = (ROOT / page).read_text(encoding="utf-8")
