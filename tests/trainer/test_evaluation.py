@@ -1,5 +1,7 @@
 """What is measured: tau of the drafter's own passes, acceptance by slot, the best checkpoint; streams and defaults."""
 
+import json
+
 import pytest
 import torch
 from checkpoints import agreeing_pair
@@ -143,7 +145,7 @@ class Logs(TrainerCallback):
 
 
 def test_what_is_reported():
-    """Through Trainer's own callbacks, as plain numbers, in training and in evaluation."""
+    """Through Trainer's own callbacks, as plain numbers, in training and in evaluation; arguments and config as JSON."""
     logs = Logs()
     trainer = make_trainer(
         eval_dataset=make_rows(3, seed=1), callbacks=[logs], max_steps=2, eval_strategy="steps", eval_steps=2
@@ -156,6 +158,8 @@ def test_what_is_reported():
     assert evaluation.keys() >= {f"eval_{name}" for name in (*names, "tau")}
     assert all(type(value) in (int, float) for entry in logs.seen for value in entry.values())
     assert 1 < training["anchors_per_second"] < 1e6 and training["grad_norm"] > 0
+    described = json.loads(json.dumps({**trainer.model.config.to_dict(), **trainer.args.to_dict()}))
+    assert (described["num_anchors"], described["block_size"], described["dpace_alpha"]) == (4, BLOCK, None)
 
 
 def test_tensorboard(tmp_path, monkeypatch):
