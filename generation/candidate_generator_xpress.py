@@ -142,7 +142,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         if room <= 0:
             return input_ids, None
         h = self.draft(input_ids, self._anchor_position(input_ids, model_kwargs))
-        self.last_draft = self.refine(h, input_ids)
+        self.last_draft = self.refine(h, self.guess(h), input_ids)
         tokens = self.last_draft.tokens[:, :room].to(input_ids.device)
         scores = None if self.last_draft.scores is None else self.last_draft.scores[:, :room]
         return torch.cat([input_ids, tokens], dim=1), scores
@@ -182,9 +182,12 @@ class XPressCandidateGenerator(CandidateGenerator):
         context.pending = None
         return h
 
-    def refine(self, h: torch.Tensor, input_ids: torch.LongTensor) -> Draft:
-        """The block's draft tokens from its states, by the refiner's own way."""
-        base = base_logits(self.target, h[:, 1:].to(self.head_dtype)).to(h.device)
+    def guess(self, h: torch.Tensor) -> torch.Tensor:
+        """The base logits of the draft slots `[1, P, V]`, by the target's own head: still the backbone's drafting."""
+        return base_logits(self.target, h[:, 1:].to(self.head_dtype)).to(h.device)
+
+    def refine(self, h: torch.Tensor, base: torch.Tensor, input_ids: torch.LongTensor) -> Draft:
+        """The block's draft tokens from its states and base logits, by the refiner's own way."""
         anchor, predecessor = input_ids[:, -1].to(h.device), input_ids[:, -2:][:, 0].to(h.device)
         how = {"sample": self.sample, "warp": self.warp}
         if self.drafter.config.refiner_type == "markov":

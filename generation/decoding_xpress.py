@@ -86,6 +86,7 @@ def assisted_decoding(
     sinks = (loop.statistics, *tracked())
     if generation_config.return_dict_in_generate or len(sinks) > 1:
         generator.draft = timed("draft", generator.draft, sinks, drafter.device)
+        generator.guess = timed("draft", generator.guess, sinks, drafter.device)
         generator.refine = timed("refine", generator.refine, sinks, drafter.device)
         loop.forward = timed("verify", loop.forward, sinks, target.device)
         loop.run = timed("total", loop.run, sinks, target.device)

@@ -146,8 +146,8 @@ def steer(monkeypatch, text: torch.LongTensor, pattern) -> list[tuple[torch.Long
     refine, kept, drafts = XPressCandidateGenerator.refine, cycle(pattern), []
     text = torch.cat([text[0], text.new_zeros(2 * BLOCK)])
 
-    def steered(self, h, input_ids):
-        drafts.append((input_ids, refine(self, h, input_ids)))
+    def steered(self, h, base, input_ids):
+        drafts.append((input_ids, refine(self, h, base, input_ids)))
         tokens, right = text[input_ids.shape[1] :][: BLOCK - 1].clone(), next(kept)
         tokens[right:] = (tokens[right:] + 1) % VOCAB
         return drafts[-1][1]._replace(tokens=tokens[None])

@@ -1,5 +1,7 @@
 """What `generate` returns and reports: scores, logits, states, attentions, statistics. CASES D1, D2."""
 
+import time
+
 import pytest
 import torch
 from rig import (
@@ -17,10 +19,11 @@ from rig import (
 )
 from transformers.cache_utils import StaticLayer
 from xpress_drafter import DraftingStatistics, track_drafting
-from xpress_drafter.generation import statistics_xpress
+from xpress_drafter.generation import candidate_generator_xpress, statistics_xpress
 from xpress_drafter.generation.decoding_xpress import logger as decoding_logger
 from xpress_drafter.generation.pairing_xpress import logger as pairing_logger
 from xpress_drafter.generation.statistics_xpress import Round
+from xpress_drafter.modeling_xpress.modeling_xpress import base_logits
 
 
 PATTERN = (0, 3, BLOCK - 1)
@@ -113,6 +116,18 @@ def test_statistics_of_a_call(n):
         assert {"draft", "refine", "verify", "total"} == set(own.seconds)
         assert own.seconds["total"] > own.seconds["draft"] + own.seconds["refine"] + own.seconds["verify"] > 0
         assert 0 < own.overhead < 1
+
+
+def test_the_target_s_head_on_the_backbone_s_states_is_drafting(monkeypatch):
+    """As for a drafter without a refiner: what the refiner costs is what comes on top."""
+
+    def slow_head(*arguments):
+        time.sleep(0.05)
+        return base_logits(*arguments)
+
+    monkeypatch.setattr(candidate_generator_xpress, "base_logits", slow_head)
+    _, drafting = drafted(target(), prompt(), oracle(target(), ref(), PATTERN), 12)
+    assert drafting.seconds["draft"] > 0.05 * len(drafting.rounds) > drafting.seconds["refine"] > 0
 
 
 def test_acceptance_of_rounds_of_different_lengths():

@@ -26,9 +26,9 @@ def record_rounds(monkeypatch, model, ids, drafter, n: int = NEW, **kwargs) -> t
     generator = candidate_generator_xpress.XPressCandidateGenerator
     refine, resolve = generator.refine, candidate_generator_xpress.resolve_block
 
-    def record(self, h, input_ids):
+    def record(self, h, base, input_ids):
         rounds.append(SimpleNamespace(anchor=input_ids.shape[1] - 1, h=h[0], logits=[]))
-        draft = refine(self, h, input_ids)
+        draft = refine(self, h, base, input_ids)
         rounds[-1].draft = draft.tokens[0]
         return draft
 
