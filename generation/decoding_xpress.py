@@ -92,7 +92,7 @@ def assisted_decoding(
         loop.run = timed("total", loop.run, sinks, target.device)
     with _past_recording(cache):
         loop.run(sinks)
-    warn_of_length(drafter, generator.context.ids.shape[1])
+    warn_of_length(drafter, generator.context.ids.shape[1] + 1)  # the last token, which was not fed
     if len(loop.statistics.rounds) >= USELESS_ROUNDS and loop.statistics.tau < USELESS_TAU:
         logger.warning_once(
             f"The drafter hardly helps: tau is {loop.statistics.tau:.2f} tokens per round over "

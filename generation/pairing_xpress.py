@@ -69,9 +69,9 @@ def warn_of_another_target(drafter: XPressModel, target: PreTrainedModel) -> Non
 
 
 def warn_of_length(drafter: XPressModel, length: int) -> None:
-    """Warns of a sequence longer than any that the drafter was trained on."""
+    """Warns of a sequence longer than any that the drafter was trained on, if it was and if that is known."""
     trained = drafter.config.trained_length
-    if trained is not None and length > trained:
+    if trained and length > trained:
         logger.warning_once(
             f"The sequence went past {trained} tokens, the longest that the drafter was trained on. The output stays right, "
             "but fewer drafts may be kept there: train on longer rows for longer texts."

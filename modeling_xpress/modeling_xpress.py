@@ -156,7 +156,7 @@ class XPressModel(XPressPreTrainedModel):
             "rope_parameters": config_kwargs.pop("rope_parameters", None) or _whole_head_rope(text.rope_parameters),
         }
         config = XPressDrafterConfig(
-            **{**shapes, **config_kwargs},
+            **{**shapes, "trained_length": 0, **config_kwargs},
             mask_token_id=mask_token_id,
             num_hidden_layers=num_hidden_layers,
             target_layer_ids=list(layer_ids),

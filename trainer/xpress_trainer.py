@@ -96,10 +96,10 @@ class XPressTrainer(Trainer):
         return super().train(resume_from_checkpoint or None, **kwargs)
 
     def note_length(self) -> None:
-        """Writes into the drafter's config how long the rows are that it trains on; a stream does not tell."""
+        """Writes the longest row of this training and of those before into the drafter's config, where all are known."""
         config = bare_drafter(self.model).config
-        lengths = [length for length in (config.trained_length, self._longest_row) if length is not None]
-        config.trained_length = max(lengths, default=None)
+        lengths = config.trained_length, self._longest_row  # a stream does not tell, nor does a drafter from elsewhere
+        config.trained_length = None if None in lengths else max(lengths)
 
     def load_ended(self, checkpoint: str, state: TrainerState) -> TrainOutput:
         """Takes up weights and history of a run that has no step left."""

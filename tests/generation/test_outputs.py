@@ -165,16 +165,18 @@ def test_a_useless_drafter_is_named(caplog):
 
 
 def test_length_past_the_trained_one_is_named_once(caplog):
+    """From the first token past it; not where it is unknown, nor for a drafter that was never trained."""
     drafter = make_drafter(target())
     pairing_logger.warning_once.cache_clear()
-    for trained_length, new_tokens in ((None, 14), (20, 20 - prompt().shape[1])):
+    assert drafter.config.trained_length == 0
+    for trained_length, new_tokens in ((None, 14), (0, 14), (20, 20 - prompt().shape[1])):
         drafter.config.trained_length = trained_length
         drafted(target(), prompt(), drafter, new_tokens)
     assert "went past" not in caplog.text
-    for new_tokens in (14, 18):
+    for new_tokens in (14, 18):  # 21 tokens in all, then 25
         output, _ = drafted(target(), prompt(), drafter, new_tokens)
         assert torch.equal(output, plain(target(), prompt(), new_tokens))
-    assert caplog.text.count("went past 20 tokens, the longest that the drafter was trained on") == 1
+        assert caplog.text.count("went past 20 tokens, the longest that the drafter was trained on") == 1
 
 
 def test_output_has_the_cache_under_upstreams_name():

@@ -6,6 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
+from xpress_drafter.trainer import bfloat16
 from xpress_drafter.trainer import optimizer as optimizer_module
 from xpress_drafter.trainer.bfloat16 import multiplies_bf16, warn_of_slow_bf16
 from xpress_drafter.trainer.optimizer import MuonAdamW, orthogonalized
@@ -87,11 +88,20 @@ def test_a_step_in_float32_is_that_in_bf16_without_its_rounding(monkeypatch, sha
 
 
 def test_slow_bf16_is_said_where_it_is_slow_alone(monkeypatch, caplog):
+    """A V100 and a CPU with AVX2 emulate it; what PyTorch calls supported counts emulation."""
+    bfloat16.logger.warning_once.cache_clear()
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
-    warn_of_slow_bf16("a test asks", "`bf16=False`", "cuda")
-    assert not caplog.text and multiplies_bf16("cuda") and not multiplies_bf16()
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    for native in (True, False):
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation=True, own=native: including_emulation or own
+        )
+        assert multiplies_bf16("cuda") == native and not multiplies_bf16() and multiplies_bf16("mps")
+        warn_of_slow_bf16("a test asks", "`bf16=False`", "cuda")
+        assert ("a device without bf16 instructions (cuda, Tesla V100)" in caplog.text) != native
     warn_of_slow_bf16("a test asks", "`bf16=False`")
-    assert "a test asks on a CPU without bf16 instructions" in caplog.text and "set `bf16=False`" in caplog.text
+    assert "a test asks on a device without bf16 instructions (cpu, " in caplog.text
+    assert caplog.text.count("Set `bf16=False`.") == 2
 
 
 def test_it_goes_on_from_its_state_and_follows_a_schedule():

@@ -72,16 +72,17 @@ def test_logs_average_over_the_steps_they_cover():
 
 
 def test_length_trained_on_is_kept(tmp_path):
-    """The longest row's, of this run or of one before; in checkpoints too, and none of a stream."""
+    """The longest row's, of this run or of one before; in checkpoints too. Unknown after a stream, and where it was."""
     longest, rows = max(len(row["input_ids"]) for row in make_rows(8)), {"eval_dataset": make_rows(1, seed=2)}
     trainer = make_trainer(folder=tmp_path, save_strategy="steps", save_steps=1, **rows)
-    assert trainer.model.config.trained_length is None
+    assert trainer.model.config.trained_length == 0
     trainer.train()
     assert AutoModel.from_pretrained(tmp_path / "checkpoint-1").config.trained_length == longest
     ended = make_trainer(make_drafter(target()), folder=tmp_path)
     ended.train(resume_from_checkpoint=True)
     assert ended.model.config.trained_length == longest
-    for before, rows, after in ((99, make_rows(8), 99), (7, make_rows(8), longest), (7, Stream(make_rows(8)), 7)):
+    runs = [(99, make_rows(8), 99), (7, make_rows(8), longest), (None, make_rows(8), None)]
+    for before, rows, after in (*runs, (7, Stream(make_rows(8)), None), (0, Stream(make_rows(8)), None)):
         trainer = make_trainer(make_drafter(target(), trained_length=before), rows=rows)
         trainer.train()
         assert trainer.model.config.trained_length == after

@@ -51,7 +51,8 @@ class XPressDrafterConfig(Qwen3Config):
             `hidden_states[i + 1]`.
         num_target_layers (`int`): Layers of the target.
         target_fingerprint (`list[float]`): `embedding_fingerprint` of the target trained for: tells others of its size.
-        trained_length (`int`): Tokens of the longest row trained on; drafting goes on behind it, with a warning.
+        trained_length (`int`): Tokens of the longest row trained on; drafting goes on behind it, with a warning. 0 before
+            any training, `None` where it is not known.
         sample_from_anchor (`bool`): Whether slot k predicts the token after position a + k ("shift"). Only `False`
             ("fill-in": slot k predicts position a + k) is read.
         xpress_rank, xpress_mlp_hidden, xpress_block_size (`int`): Rank R, MLP width m and block size of the causal
