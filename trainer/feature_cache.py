@@ -8,9 +8,12 @@ Shapes: N sequences, S positions, H hidden, F = H * taps, T positions of all row
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from uuid import uuid4
 
 import torch
+from huggingface_hub.utils import WeakFileLock
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
@@ -57,38 +60,67 @@ class CachedRows(Dataset):
 def cache_features(
     target: PreTrainedModel,
     config: XPressDrafterConfig,
-    rows,
+    tables: Sequence[tuple[Sequence[dict], dict | None]],
     folder: str | Path,
     *,
     max_bytes: int,
-    manifest: dict | None = None,
     batch_size: int = 8,
-) -> CachedRows:
+) -> list[CachedRows]:
     """
-    The rows with the target's states on the disk, written there unless a run before has.
+    The rows of every table with the target's states on the disk, written there unless a run before has. Of several
+    processes and runs with one folder, the first to lock it writes; the others wait as long as that takes.
 
     Args:
         config: The drafter's: which layers are read.
-        rows: Rows of `input_ids` and `loss_mask`; their order is kept.
+        tables: `(rows, manifest)` each: rows of `input_ids` and `loss_mask`, whose order is kept, and what they were made
+            from (`load_rows`), which is part of the cache's name.
         folder: Where caches lie, each under a name of what it was made from; a cut-off one is written again.
-        max_bytes (`int`): Raises a `ValueError` before a byte is written if the cache would be larger.
-        manifest (`dict`, *optional*): What the rows were made from (`load_rows`); part of the name.
+        max_bytes (`int`): Raises a `ValueError` before a byte is written if all that lies there would be more.
     """
-    check_rows(rows)
-    folder, size = Path(folder), cache_bytes(sum(len(row["input_ids"]) for row in rows), config, target.dtype)
-    width = (len(config.target_layer_ids) + 1) * config.hidden_size
-    path = folder / f"{_key(target, config, rows, manifest)}.states"
-    elements = size // target.dtype.itemsize
-    if not path.exists():
+    folder = Path(folder)
+    for rows, _ in tables:
+        check_rows(rows)
+    named = [(folder / f"{_key(target, config, rows, manifest)}.states", rows) for rows, manifest in tables]
+    if not all(path.exists() for path, _ in named):
         folder.mkdir(parents=True, exist_ok=True)
-        _check_space(size, max_bytes, shutil.disk_usage(folder).free, folder)
-        partial = path.with_suffix(".partial")
-        partial.unlink(missing_ok=True)
-        table = torch.from_file(str(partial), shared=True, size=elements, dtype=target.dtype).view(-1, width)
-        _fill(freeze_target(target, target.device), config.target_layer_ids, CachedRows(rows, table, 0), batch_size)
-        partial.rename(path)
-    table = torch.from_file(str(path), shared=False, size=elements, dtype=target.dtype).view(-1, width)
-    return CachedRows(rows, table, config.hidden_size)
+        with WeakFileLock(folder / "lock"):  # that of a process that dies is free
+            lacking = {path: rows for path, rows in named if not path.exists()}
+            _write(target, config, lacking, folder, max_bytes, batch_size)
+    return [_open(path, rows, target, config) for path, rows in named]
+
+
+def _write(
+    target: PreTrainedModel,
+    config: XPressDrafterConfig,
+    lacking: dict[Path, Sequence[dict]],
+    folder: Path,
+    max_bytes: int,
+    batch_size: int,
+) -> None:
+    """Fills the files that lack, each whole before it has its name; by the one process that holds the folder's lock."""
+    for left in folder.glob("*.partial"):
+        left.unlink()
+    _check_space(sum(_size(rows, target, config) for rows in lacking.values()), max_bytes, folder)
+    for path, rows in lacking.items():
+        partial = path.with_suffix(f".{uuid4().hex}.partial")  # no other's, where a file system cannot lock
+        out = _open(partial, rows, target, config, shared=True)
+        _fill(freeze_target(target, target.device), config.target_layer_ids, out, batch_size)
+        partial.replace(path)
+
+
+def _open(
+    path: Path, rows: Sequence[dict], target: PreTrainedModel, config: XPressDrafterConfig, shared: bool = False
+) -> CachedRows:
+    """The rows with the states of a file; a `shared` one is made, and written to."""
+    elements = _size(rows, target, config) // target.dtype.itemsize
+    table = torch.from_file(str(path), shared=shared, size=elements, dtype=target.dtype)
+    return CachedRows(
+        rows, table.view(-1, (len(config.target_layer_ids) + 1) * config.hidden_size), config.hidden_size
+    )
+
+
+def _size(rows: Sequence[dict], target: PreTrainedModel, config: XPressDrafterConfig) -> int:
+    return cache_bytes(sum(len(row["input_ids"]) for row in rows), config, target.dtype)
 
 
 def _fill(target: PreTrainedModel, layer_ids: list[int], out: CachedRows, batch_size: int) -> None:
@@ -116,9 +148,12 @@ def _key(target: PreTrainedModel, config: XPressDrafterConfig, rows, manifest: d
     return sha256(json.dumps(parts, sort_keys=True))[:32]
 
 
-def _check_space(size: int, max_bytes: int, free: int, folder: Path) -> None:
-    if size > min(max_bytes, free):
+def _check_space(size: int, max_bytes: int, folder: Path) -> None:
+    """Raises if `size` bytes more would be too much in `folder`."""
+    held, free = sum(path.stat().st_size for path in folder.glob("*.states")), shutil.disk_usage(folder).free
+    if held + size > max_bytes or size > free:
         raise ValueError(
-            f"the cache of the target's states would take {size:,} bytes; allowed are {max_bytes:,} (`max_bytes`; of a recipe, "
-            f"`feature_cache_gib`), free in {folder} are {free:,}. Train without a cache, which is the default, on fewer rows, or allow more."
+            f"the target's states would take {size:,} bytes beside {held:,} that lie in {folder}; allowed are {max_bytes:,} in all "
+            f"(`max_bytes`; of a recipe, `feature_cache_gib`), free are {free:,}. Train without a cache, which is the default, "
+            "on fewer rows, delete states that no run needs, or allow more."
         )

@@ -64,8 +64,7 @@ def make_plan(recipe: Recipe, devices: int = 1) -> Plan:
     steps = recipe.setting("max_steps")
     if steps <= 0:
         steps = math.ceil(recipe.setting("num_train_epochs") * math.ceil(rows / rows_per_step))
-    kept = 0 if recipe.feature_cache is None else tokens
-    disk = cache_bytes(kept, drafter.config, getattr(torch, recipe.target_dtype))
+    disk = cache_bytes(kept_tokens(recipe, tokens), drafter.config, getattr(torch, recipe.target_dtype))
     whole = drafter.num_parameters()
     refiner = 0 if drafter.refiner is None else sum(p.numel() for p in drafter.refiner.parameters())
     activations = activation_bytes(recipe, target, drafter, longest)
@@ -128,12 +127,19 @@ def row_counts(recipe: Recipe) -> tuple[int, int, int]:
     return recipe.expected_rows, recipe.expected_tokens, LONGEST
 
 
+def kept_tokens(recipe: Recipe, tokens: int) -> int:
+    """Of training rows with that many tokens, and of `eval_data`, whose states the recipe keeps on the disk."""
+    if recipe.feature_cache is None:
+        return 0
+    return tokens if recipe.eval_data is None else tokens + load_rows(recipe.eval_data)[1]["counts"]["tokens"]
+
+
 def optimizer_bytes(recipe: Recipe, drafter: nn.Module) -> int:
     """AdamW keeps two numbers in float32 for every parameter, Muon one for every matrix entry."""
     if recipe.optimizer == "adamw":
         return 8 * sum(p.numel() for p in drafter.parameters() if p.requires_grad)
-    parts = MuonAdamW(drafter.named_parameters(), muon_lr=1.0, adamw_lr=1.0).parts
-    numbers = [sum(p.numel() for g in part.param_groups for p in g["params"] if p.requires_grad) for part in parts]
+    groups = MuonAdamW(drafter.named_parameters(), muon_lr=1.0, adamw_lr=1.0).param_groups
+    numbers = [sum(p.numel() for p in group["params"] if p.requires_grad) for group in groups]
     return 4 * numbers[0] + 8 * numbers[1]
 
 

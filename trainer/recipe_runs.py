@@ -19,6 +19,7 @@ from .feature_cache import CachedRows, cache_features
 from .optimizer import SETTINGS, MuonAdamW
 from .recipes import Recipe, parse_yaml
 from .row_folder import load_rows, sha256, weights_fingerprint
+from .wrapping import freeze_target
 from .xpress_trainer import XPressTrainer, XPressTrainingArguments
 
 
@@ -30,8 +31,9 @@ NOTE = "recipe.yaml"  # what a run was made of, in its output folder
 def make_trainer(recipe: Recipe) -> XPressTrainer:
     """Everything loaded and checked, nothing trained yet."""
     args = XPressTrainingArguments(**recipe.training)
-    parts = [load_rows(folder) for folder in recipe.folders]
-    eval_parts = [] if recipe.eval_data is None else [load_rows(recipe.eval_data)]
+    tables = [[load_rows(folder) for folder in recipe.folders]]
+    if recipe.eval_data is not None:
+        tables.append([load_rows(recipe.eval_data)])
     set_seed(args.seed)
     tokenizer = load_tokenizer(recipe.target, recipe.target_revision)
     if recipe.target_dtype == "bfloat16":
@@ -40,41 +42,29 @@ def make_trainer(recipe: Recipe) -> XPressTrainer:
         recipe.target, revision=recipe.target_revision, dtype=recipe.target_dtype
     )
     check_shape(target, recipe.target_config)
-    for folder, (_, manifest) in zip(recipe.folders, parts):
+    for folder, (_, manifest) in zip(recipe.folders, tables[0]):
         check_rows_are_of(folder, manifest, recipe, tokenizer, target)
     drafter = make_drafter(recipe, target, tokenizer)
-    rows, held_out = (joined(each, recipe, target, drafter.config, args) for each in (parts, eval_parts))
-    kwargs = {"peft_config": lora_config(recipe)}
+    rows, *held_out = joined(tables, recipe, freeze_target(target, args.device), drafter.config)
+    kwargs = {"peft_config": lora_config(recipe), "eval_dataset": held_out[0] if held_out else None}
     if recipe.optimizer == "muon":
         trained = [(name, parameter) for name, parameter in drafter.named_parameters() if parameter.requires_grad]
         named = {name: recipe.training[name] for name in SETTINGS if name in recipe.training}
         optimizer = MuonAdamW(trained, recipe.muon_learning_rate, args.learning_rate, **named)
         kwargs["optimizers"] = (optimizer, None)
-    return XPressTrainer(drafter, target, args, train_dataset=rows, eval_dataset=held_out, **kwargs)
+    return XPressTrainer(drafter, target, args, train_dataset=rows, **kwargs)
 
 
 def joined(
-    parts: list[tuple[Dataset, dict]],
-    recipe: Recipe,
-    target: PreTrainedModel,
-    config: XPressDrafterConfig,
-    args: XPressTrainingArguments,
-) -> Dataset | CachedRows | None:
-    """The rows of all `parts`, `(rows, manifest)` each, with the target's states where the recipe keeps them; None of none."""
-    if not parts:
-        return None
-    rows = concatenate_datasets([rows for rows, _ in parts])
+    tables: list[list[tuple[Dataset, dict]]], recipe: Recipe, target: PreTrainedModel, config: XPressDrafterConfig
+) -> list[Dataset | CachedRows]:
+    """The rows of each table's parts, `(rows, manifest)` each, with the target's states where the recipe keeps them."""
+    whole = [concatenate_datasets([rows for rows, _ in parts]) for parts in tables]
     if recipe.feature_cache is None:
-        return rows
-    with args.main_process_first(local=False, desc="reading the target's states"):
-        return cache_features(
-            target.to(args.device),
-            config,
-            rows,
-            recipe.feature_cache,
-            max_bytes=int(recipe.feature_cache_gib * 2**30),
-            manifest={"parts": [manifest["settings"] for _, manifest in parts]},
-        )
+        return whole
+    made_from = [{"parts": [manifest["settings"] for _, manifest in parts]} for parts in tables]
+    max_bytes = int(recipe.feature_cache_gib * 2**30)
+    return cache_features(target, config, list(zip(whole, made_from)), recipe.feature_cache, max_bytes=max_bytes)
 
 
 def lora_config(recipe: Recipe) -> LoraConfig | None:

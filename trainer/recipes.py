@@ -30,6 +30,7 @@ DRAFTER_FIELDS = (
     "xpress_num_passes",
     "xpress_topc",
     "markov_rank",
+    "rope_parameters",
 )
 
 
@@ -47,8 +48,10 @@ class Recipe:
         data (`str` or `list[str]`), eval_data (`str`): Folders that `xpress data` made.
         expected_rows, expected_tokens (`int`): Of `data`, for a dry run before it is made.
         feature_cache (`str`): Folder, seen by all processes, where the target's states are kept, so that it reads every row
-            once; for few rows and many epochs. Where omitted it reads them at every step.
-        feature_cache_gib (`float`): What they may take there; training does not begin where they would take more.
+            once; for few rows and many epochs. Where omitted it reads them at every step. One process writes them, those of
+            `eval_data` too, while the others wait for its lock on the folder, however long that takes.
+        feature_cache_gib (`float`): What all states that lie there may take; training does not begin where they would take
+            more.
         drafter (`str`): Hub id or folder of the drafter to go on from; a fresh one where omitted.
         mask_token (`str` or `int`): Token or id of a fresh drafter's empty slots; the tokenizer's where omitted.
         optimizer (`str`): `"adamw"`, by `optim`, or `"muon"` for the matrices with AdamW at `learning_rate` for the rest.
@@ -96,13 +99,24 @@ class Recipe:
             )
         if "output_dir" not in self.training:
             raise ValueError("the recipe has no `output_dir`, expected the folder for checkpoints and drafter.")
+        self._refuse_secrets()
         self._refuse_ignored()
+
+    def _refuse_secrets(self) -> None:
+        """Raises for what must not lie beside the drafter: `recipe.yaml` does, is uploaded with it and shown on its card."""
+        for name, value in self.training.items():
+            if name.endswith("_token") and value is not None:
+                raise ValueError(
+                    f"`{name}` is given, which the run's recipe.yaml would publish, expected no token in a recipe: leave it "
+                    "out and log in with `hf auth login`."
+                )
 
     def _refuse_ignored(self) -> None:
         """Raises for a value that nothing would read."""
         values = self.values()
         for name, ignored, beside in (
             ("feature_cache_gib", self.feature_cache is None, "no `feature_cache`"),
+            ("xpress_mlp_hidden", self.drafter_fields.get("xpress_rank") is None, "no `xpress_rank`"),
             ("mask_token", self.drafter is not None, "a `drafter`, which has its own"),
             ("muon_learning_rate", self.optimizer != "muon", f"`optimizer` {self.optimizer!r}"),
             *((name, self.optimizer == "muon", "`optimizer` 'muon'") for name in OPTIM),
@@ -111,7 +125,7 @@ class Recipe:
         ):
             if ignored and values.get(name) is not None:
                 raise ValueError(
-                    f"`{name}` is {values[name]!r} beside {beside}: nothing would read it, expected it left out."
+                    f"`{name}` is {values[name]!r} beside {beside}: nothing would read it, expected it left out, or null."
                 )
 
     @property

@@ -295,10 +295,10 @@ def test_rows_of_several_folders_and_states_on_the_disk(tiny, rows, tmp_path, mo
     that do not write wait for a lock, not in a collective, which `ddp_timeout` would end.
     """
     monkeypatch.setattr(XPressTrainingArguments, "main_process_first", None)
-    held_out = str(tmp_path / "held-out")
+    held_out = tmp_path / "held-out"
     write_rows(read_conversations(str(PROBLEMS), limit=10)[8:], held_out, SHORT)
     cache, own = tmp_path / "states", {"data": [rows, rows], "target_dtype": "float32", "bf16": False}
-    own |= {"max_steps": 3, "warmup_steps": 0, "eval_data": held_out, "eval_strategy": "steps", "eval_steps": 3}
+    own |= {"max_steps": 3, "warmup_steps": 0, "eval_data": str(held_out), "eval_strategy": "steps", "eval_steps": 3}
     online = run(tiny(output_dir=str(tmp_path / "online"), **own))
     assert len(online.train_dataset) == 2 * len(load_rows(rows)[0])
     recipe = tiny(feature_cache=str(cache), **own)
