@@ -16,6 +16,9 @@ from torch import nn
 eval_app = typer.Typer()
 console = Console(highlight=False)
 SUMMARY, REPORT = "summary.json", "report.md"
+TIMING = (
+    2  # what the time shares mean; since 2, "draft" has the target's head on the backbone's states, "refine" had it
+)
 DRAFTERS = ("drafter", "markov", "dflash")  # roles of models that our loop decodes with
 
 Drafter = Annotated[str | None, typer.Option(help="Hub id or folder of its xPress drafter.")]
@@ -143,10 +146,10 @@ def measure(choice: Choice, out: Path, plots: bool) -> tuple[str, list[str]]:
     from .hub_cards.reports import markdown, write_plots
 
     logging.disable_progress_bar()
-    rendered, template, passes, held_out = prepare(choice)
+    rendered, asked, passes, held_out = prepare(choice)
     models = load_models(choice)
     arms = make_arms(choice.arms, models, passes, other_tokenizers(choice, models))
-    settings = {"arms": {arm.name: arm.passes for arm in arms}, "template": template, **settings_of(choice, rendered)}
+    settings = {"arms": {arm.name: arm.passes for arm in arms}, **asked, **settings_of(choice, rendered)}
     settings["weights"] = fingerprints(models)
     settings["shortlist"] = {role: models[role].config.xpress_topc for role in DRAFTERS if role in models}
     folder = RunFolder(out, settings)
@@ -162,8 +165,8 @@ def measure(choice: Choice, out: Path, plots: bool) -> tuple[str, list[str]]:
 
 def prepare(choice: Choice) -> tuple[dict[str, list[list[int]]], dict, list[int], list[dict] | None]:
     """
-    All that can be wrong without a weight being loaded: the rendered prompts, the template's variables, K, and what rows
-    the prompts are not among.
+    All that can be wrong without a weight being loaded: the rendered prompts, the template's variables and where the
+    prompts are from, K, and what rows the prompts are not among.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -186,7 +189,8 @@ def prepare(choice: Choice) -> tuple[dict[str, list[list[int]]], dict, list[int]
     check_models(target_config, tokenizer, configs, choice.models)
     positions = target_config.get_text_config(decoder=True).max_position_embeddings
     rendered = render_sets(tokenizer, sets, positions - choice.generate["max_new_tokens"])
-    return rendered, template_arguments(tokenizer), passes, held_out
+    asked = {"template": template_arguments(tokenizer), "sources": {name: each.source for name, each in sets.items()}}
+    return rendered, asked, passes, held_out
 
 
 def read(role: str, loader, name: str, **how):
@@ -269,6 +273,7 @@ def settings_of(choice: Choice, rendered: dict[str, list[list[int]]]) -> dict:
         "seed": choice.seed,
         "dtype": choice.dtype,
         "lookup_tokens": LOOKUP_TOKENS,
+        "timing": TIMING,
         "environment": {"xpress_drafter": __version__, **environment(choice.device)},
     }
 

@@ -34,8 +34,8 @@ def data(
     exclude: Annotated[
         list[str] | None,
         typer.Option(
-            help="A prompt set as `xpress eval` takes them, a JSONL file or one of the Hub's; what asks one of its prompts is "
-            "left out. May be given several times."
+            help="A prompt set as `xpress eval` takes them, a JSONL file or one of the Hub's; what asks one of its prompts, "
+            "worded as there or otherwise, is left out. May be given several times."
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = AnswerSettings.temperature,
@@ -65,7 +65,7 @@ def data(
     from transformers.utils import logging
 
     from .trainer.answers import write_rows
-    from .trainer.held_out import leave_out, read_sets
+    from .trainer.held_out import asking, read_sets
     from .trainer.prompts import read_conversations
 
     logging.disable_progress_bar()
@@ -87,16 +87,16 @@ def data(
         conversations = read_conversations(
             prompts, split=split, subset=subset, limit=limit, given_answers=answers == "given"
         )
-        kept = leave_out(conversations, read_sets(exclude or []))
-        with AnswerProgress(len(kept)) as progress:
-            manifest = write_rows(kept, out, settings, progress.update)
+        excluded = asking(conversations, read_sets(exclude)) if exclude else set()
+        with AnswerProgress(len(conversations) - len(excluded)) as progress:
+            manifest = write_rows(conversations, out, settings, progress.update, excluded)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     counts = manifest["counts"]
     console.print(
         f"{counts['rows']} rows from {counts['prompts']} prompts in {out}: {counts['tokens']} tokens, of which "
         f"{counts['supervised_tokens']} ({counts['supervised_tokens'] / counts['tokens']:.0%}) are supervised. "
-        f"Excluded: {len(conversations) - len(kept)}. Dropped: {counts['dropped'] or 'none'}. "
+        f"Excluded: {manifest['excluded']}. Dropped: {counts['dropped'] or 'none'}. "
         f"Answers that did not end: {counts.get('unfinished_answers', 0)}."
     )
 

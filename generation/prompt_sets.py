@@ -6,6 +6,7 @@ chat template, thinking off where the template has that switch, and known by a h
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from datasets import Dataset, load_dataset
 
@@ -14,7 +15,8 @@ from .arms import digest
 
 SHUFFLE_SEED = 0
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
-CODE_FILES = "hf://datasets/livecodebench/code_generation_lite/test{}.jsonl"
+CODE = "livecodebench/code_generation_lite"
+CODE_FILE, CODE_PARTS = f"hf://datasets/{CODE}/test{{}}.jsonl", ("", 2, 3, 4, 5, 6)
 
 
 @dataclass(frozen=True)
@@ -24,20 +26,48 @@ class PromptSet:
 
     Args:
         source (`str`), subset (`str`, *optional*), split (`str`): As `datasets.load_dataset` takes them.
-        prompt: The first turn of a row.
-        files: For a set that is plain files, read by the loader that `source` names.
+        bare: What a row asks.
+        prompt: What its first turn is, with the set's instruction; `bare` where it has none.
+        files: For a set that is plain JSONL files.
     """
 
     source: str
     split: str
-    prompt: Callable[[dict], str]
+    bare: Callable[[dict], str]
+    prompt: Callable[[dict], str] | None = None
     subset: str | None = None
     files: tuple[str, ...] | None = None
 
     def load(self) -> Dataset:
         """The rows in the paper's order."""
-        files = list(self.files) if self.files else None
-        return load_dataset(self.source, self.subset, split=self.split, data_files=files).shuffle(seed=SHUFFLE_SEED)
+        if self.files:
+            rows = load_dataset("json", split=self.split, data_files=list(self.files))
+        else:
+            rows = load_dataset(self.source, self.subset, split=self.split)
+        return rows.shuffle(seed=SHUFFLE_SEED)
+
+    def worded(self, row: dict) -> str:
+        return self.bare(row) if self.prompt is None else self.prompt(row)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """
+    The prompts of one set.
+
+    Args:
+        source (`str`): The set's id on the Hub, or the name of the file.
+        messages (`list[list[dict]]`): What is asked.
+        bare (`list[str]`): The same without the set's instruction.
+    """
+
+    source: str
+    messages: list[list[dict]]
+    bare: list[str]
+
+
+def boxed(key: str) -> Callable[[dict], str]:
+    return lambda row: row[key] + BOXED
 
 
 def humaneval_prompt(row: dict) -> str:
@@ -59,23 +89,29 @@ def livecodebench_prompt(row: dict) -> str:
 
 
 HUB_SETS = {
-    "gsm8k": PromptSet("openai/gsm8k", "test", lambda row: row["question"] + BOXED, subset="main"),
-    "math500": PromptSet("HuggingFaceH4/MATH-500", "test", lambda row: row["problem"] + BOXED),
-    "aime25": PromptSet("MathArena/aime_2025", "train", lambda row: row["problem"] + BOXED),
-    "humaneval": PromptSet("openai/openai_humaneval", "test", humaneval_prompt),
-    "mbpp": PromptSet("google-research-datasets/mbpp", "test", lambda row: row["prompt"], subset="sanitized"),
+    "gsm8k": PromptSet("openai/gsm8k", "test", itemgetter("question"), boxed("question"), subset="main"),
+    "math500": PromptSet("HuggingFaceH4/MATH-500", "test", itemgetter("problem"), boxed("problem")),
+    "aime25": PromptSet("MathArena/aime_2025", "train", itemgetter("problem"), boxed("problem")),
+    "humaneval": PromptSet("openai/openai_humaneval", "test", itemgetter("prompt"), humaneval_prompt),
+    "mbpp": PromptSet("google-research-datasets/mbpp", "test", itemgetter("prompt"), subset="sanitized"),
     "livecodebench": PromptSet(
-        "json", "train", livecodebench_prompt, files=tuple(CODE_FILES.format(n) for n in ("", 2, 3, 4, 5, 6))
+        CODE,
+        "train",
+        itemgetter("question_content"),
+        livecodebench_prompt,
+        files=tuple(map(CODE_FILE.format, CODE_PARTS)),
     ),
     "mt-bench": PromptSet("HuggingFaceH4/mt_bench_prompts", "train", lambda row: row["prompt"][0]),
 }
 
 
-def hub_prompts(name: str, limit: int | None = None) -> list[list[dict]]:
-    """The first `limit` prompts of a named set, or all if it has fewer, each as messages."""
-    rows = HUB_SETS[name].load()
-    chosen = rows.select(range(len(rows))[:limit])
-    return [[{"role": "user", "content": HUB_SETS[name].prompt(row)}] for row in chosen]
+def hub_prompts(name: str, limit: int | None = None) -> Prompts:
+    """The first `limit` prompts of a named set, or all if it has fewer."""
+    chosen = HUB_SETS[name]
+    rows = chosen.load()
+    rows = rows.select(range(len(rows))[:limit])
+    messages = [[{"role": "user", "content": chosen.worded(row)}] for row in rows]
+    return Prompts(chosen.source, messages, [chosen.bare(row) for row in rows])
 
 
 def template_arguments(tokenizer) -> dict:
@@ -91,9 +127,9 @@ def render(tokenizer, messages: list[dict]) -> list[int]:
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **arguments)["input_ids"]
 
 
-def render_sets(tokenizer, sets: dict[str, list[list[dict]]], longest: int) -> dict[str, list[list[int]]]:
+def render_sets(tokenizer, sets: dict[str, Prompts], longest: int) -> dict[str, list[list[int]]]:
     """All prompts as token ids; raises for one of more than `longest` tokens."""
-    rendered = {name: [render(tokenizer, messages) for messages in prompts] for name, prompts in sets.items()}
+    rendered = {name: [render(tokenizer, messages) for messages in prompts.messages] for name, prompts in sets.items()}
     for name, prompts in rendered.items():
         for number, ids in enumerate(prompts, 1):
             if len(ids) > longest:

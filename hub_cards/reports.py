@@ -57,8 +57,8 @@ def held_out(report: dict) -> str:
         return "Whether these prompts were trained on was not checked (`--trained-on`)."
     prompts, turns = report["means"][0]["prompts"], sum(rows["turns"] for rows in report["held_out"])
     return (
-        f"None of the {prompts} prompts was trained on: checked by hash, whatever case and white space, against the {turns} user "
-        f"turns of {', '.join(rows['rows'] for rows in report['held_out'])}."
+        f"None of the {prompts} prompts was trained on: checked by hash, whatever case and white space, and by 13-grams, with "
+        f"and without their instruction, against the {turns} user turns of {', '.join(rows['rows'] for rows in report['held_out'])}."
     )
 
 

@@ -121,8 +121,8 @@ MUTATIONS = [
     Mutation(
         "prompts that were trained on are measured",
         "trainer/held_out.py",
-        "turn_hashes([prompt]) & trained",
-        "turn_hashes([prompt]) - trained - turn_hashes([prompt])",
+        "enumerate(asked_turns(prompts, asked), 1) if turns]",
+        "enumerate(asked_turns(prompts, asked), 1) if turns and not turns]",
         "tests/test_cli_eval.py",
     ),
 ]

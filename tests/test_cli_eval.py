@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from xpress_drafter import XPressDrafterModel
 from xpress_drafter.cli import app
 from xpress_drafter.generation import evaluation_runs
 from xpress_drafter.generation.evaluation_numbers import quartiles
+from xpress_drafter.generation.prompt_sets import HUB_SETS
 from xpress_drafter.hub_cards.reports import markdown, write_plots
 from xpress_drafter.trainer.row_folder import RowFolder
 
@@ -138,15 +140,44 @@ def test_prompts_that_were_trained_on_are_refused_and_others_said_to_be_new(stop
     asked = [json.loads(line)["question"] for line in PROBLEMS.read_text().splitlines()]
     trained = save_rows(tmp_path / "trained", ["Other?", "  ".join(asked[1].upper().split())])
     said = message(invoke(*SMALL, "--out", folder, "--trained-on", trained))
-    assert "1 of the 2 prompts of word_problems are user turns of" in said and "prompts [2]" in said
+    assert "1 of the 2 prompts of word_problems are asked in the rows of" in said and "prompts [2]" in said
     result = invoke(*SMALL, "--out", folder, "--trained-on", save_rows(tmp_path / "rows", ["Other?", asked[2]]))
     assert result.exit_code == 0, result.output
     assert "None of the 2 prompts was trained on: checked by hash" in result.output
-    assert report_of(folder)["held_out"] == [{"rows": "rows", "turns": 2, "prompts_sha256": "p"}]
+    grams = len(asked[2].split()) - 12
+    assert report_of(folder)["held_out"] == [{"rows": "rows", "turns": 2, "grams": grams, "prompts_sha256": "p"}]
     assert (folder / "rows.jsonl").read_text() == before
-    (tmp_path / "rows" / "turns.txt").unlink()
+    (tmp_path / "rows" / "turns.npz").unlink()
     said = message(invoke(*SMALL, "--out", folder, "--trained-on", tmp_path / "rows"))
-    assert "holds no turns.txt" in said and "run the same `xpress data` again" in said
+    assert "holds no turns.npz, expected" in said and "run the same `xpress data` again" in said
+
+
+def test_the_hub_s_prompts_are_refused_where_their_bare_questions_were_trained_on(tmp_path, monkeypatch):
+    """Also in an instruction of the rows' own, where a question is long enough for 13-grams."""
+    questions = [json.loads(line)["question"] for line in PROBLEMS.read_text().splitlines()]
+    questions = [*questions[:3], "How many pens has Lia?"]
+    held = tmp_path / "gsm" / "test.jsonl"
+    held.parent.mkdir()
+    held.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setitem(HUB_SETS, "gsm8k", replace(HUB_SETS["gsm8k"], source=str(held.parent), subset=None))
+    monkeypatch.setattr("xpress_drafter.cli_eval.load_models", lambda choice: pytest.fail("a model was loaded"))
+    for name, turns in (
+        ("bare", [questions[0], questions[3]]),
+        ("other", [f"Solve: {questions[1]} Be brief.", f"Be exact. {questions[2]}"]),
+    ):
+        trained = save_rows(tmp_path / name, turns)
+        said = message(invoke("gsm8k", *PAIR, "--out", tmp_path / "run", "--trained-on", trained))
+        assert "2 of the 4 prompts of gsm8k are asked in the rows of" in said
+
+
+def test_a_folder_whose_times_were_split_otherwise_is_refused(stopped_and_resumed, tmp_path):
+    folder = shutil.copytree(stopped_and_resumed[0], tmp_path / "run")
+    settings = json.loads((folder / "settings.json").read_text())
+    assert settings["sources"] == {"word_problems": "word_problems.jsonl"}
+    del settings["timing"]  # as before 2026-11-30
+    (folder / "settings.json").write_text(json.dumps(settings))
+    assert "`timing` is 2, there None" in message(invoke(*SMALL, "--out", folder))
 
 
 def test_other_settings_in_its_folder_are_refused(stopped_and_resumed):

@@ -9,7 +9,7 @@ end-of-turn token. What ends a conversation early leaves the turns before it.
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -109,6 +109,7 @@ def write_rows(
     folder: Path,
     settings: AnswerSettings,
     on_batch: Callable[[int, int], None] = lambda done, tokens: None,
+    excluded: Collection[int] = (),
 ) -> dict:
     """
     Makes the rows of `folder`, or those that it lacks, and returns its manifest.
@@ -116,19 +117,21 @@ def write_rows(
     Args:
         conversations: As `read_conversations` gives them.
         on_batch: Called after each batch, and before the first, with the conversations done and the tokens supervised.
+        excluded: Places of conversations to leave out. Rows are named, and errors count, by the place among all.
     """
     tokenizer = load_tokenizer(settings.target, settings.revision)
     config = AutoConfig.from_pretrained(settings.target, revision=settings.revision)
     settings = settings.within(config.get_text_config(decoder=True).max_position_embeddings)
     make = GivenAnswers if settings.answers == "given" else TargetAnswers
-    source = make(tokenizer, conversations, settings)
+    kept = {index: messages for index, messages in enumerate(conversations) if index not in excluded}
+    source = make(tokenizer, kept, settings)
     names = {"target": settings.target, "revision": settings.revision, "commit": commit_of(settings)}
-    names |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    decided = manifest_settings(settings, tokenizer, source.end_tokens, conversations)
+    names |= {"torch": torch.__version__, "transformers": transformers.__version__, "excluded": len(excluded)}
+    decided = manifest_settings(settings, tokenizer, source.end_tokens, list(map(kept.get, range(len(conversations)))))
     out = RowFolder(folder, decided | source.made_by, names)
-    out.note_turns(conversations)
+    out.note_turns(kept.values())
     on_batch(out.counts["prompts"], out.counts["supervised_tokens"])
-    for start in range(out.batches * settings.batch_size, len(conversations), settings.batch_size):
+    for start in range(out.batches * settings.batch_size, len(kept), settings.batch_size):
         batch = source.order[start : start + settings.batch_size]
         with torch.random.fork_rng():
             torch.manual_seed(int(sha256(f"{settings.seed} {out.batches}")[:8], 16))  # torch reads 32 bits of it
@@ -145,17 +148,19 @@ def write_rows(
 class GivenAnswers:
     """The rows of conversations that hold their answers. `order` is theirs; nothing of the target is asked."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict]], settings: AnswerSettings):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, conversations: dict[int, list[dict]], settings: AnswerSettings
+    ):
         logger.warning(
             "The answers are the data set's own: the drafter learns another distribution than the target's, and fewer of "
             'its drafts will be kept. Let the target answer (`answers="regenerated"`) unless you compare the two.'
         )
         self.tokenizer, self.conversations, self.settings = tokenizer, conversations, settings
         self.end_tokens = end_tokens(tokenizer, settings)
-        self.order = range(len(conversations))
+        self.order = list(conversations)
         self.made_by = {"weights": None}
 
-    def rows_of(self, batch: range) -> tuple[list[dict], Counter]:
+    def rows_of(self, batch: list[int]) -> tuple[list[dict], Counter]:
         rows, counts = [], Counter()
         for index in batch:
             with named_row(index):
@@ -182,16 +187,18 @@ class Chat:
 class TargetAnswers:
     """The rows of conversations that the target answers, turn by turn. Every template is tried before it is loaded."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, conversations: list[list[dict]], settings: AnswerSettings):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, conversations: dict[int, list[dict]], settings: AnswerSettings
+    ):
         self.tokenizer, self.settings = tokenizer, settings
         self.end_tokens = end_tokens(tokenizer, settings)
-        self.user_turns = [user_turns(messages) for messages in conversations]
-        lengths = []
-        for index, turns in enumerate(self.user_turns):
+        self.user_turns = {index: user_turns(messages) for index, messages in conversations.items()}
+        lengths = {}
+        for index, turns in self.user_turns.items():
             with named_row(index):
-                lengths.append(len(prompt_ids(tokenizer, turns[0], **settings.template_args)))
+                lengths[index] = len(prompt_ids(tokenizer, turns[0], **settings.template_args))
         # By length, so that little is padded.
-        self.order = sorted(range(len(lengths)), key=lambda i: (len(self.user_turns[i]), lengths[i], i))
+        self.order = sorted(lengths, key=lambda i: (len(self.user_turns[i]), lengths[i], i))
         self.target = load_target(settings, tokenizer, self.end_tokens)
         self.made_by = {"weights": weights_fingerprint(self.target)}
 
@@ -339,14 +346,20 @@ def load_target(settings: AnswerSettings, tokenizer: PreTrainedTokenizerBase, en
 
 
 def manifest_settings(
-    settings: AnswerSettings, tokenizer: PreTrainedTokenizerBase, end_tokens: set[int], conversations: list
+    settings: AnswerSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    end_tokens: set[int],
+    conversations: list[list[dict] | None],
 ) -> dict:
-    """All that decides over the rows, besides the weights. Names do not: a moved target is the same one."""
+    """
+    All that decides over the rows, besides the weights. Names do not: a moved target is the same one. None stands for a
+    conversation that is left out: where it stood decides over the names of the rows.
+    """
     chosen = {key: value for key, value in asdict(settings).items() if key not in ("target", "revision")}
     return chosen | {
         "tokenizer": sha256(tokenizer.backend_tokenizer.to_str()),
         "chat_template": sha256(tokenizer.get_chat_template()),
         "end_tokens": sorted(end_tokens),
-        "prompts": len(conversations),
+        "prompts": sum(messages is not None for messages in conversations),
         "prompts_sha256": sha256(json.dumps(conversations)),
     }

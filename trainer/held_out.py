@@ -1,18 +1,21 @@
-"""That nobody is measured on what was trained on: user turns are told apart by hash, whatever their case and white space.
+"""That nobody is measured on what was trained on, be it asked in another frame (`asked.py` says what is the same).
 
-`xpress data` keeps the hashes of all user turns that a folder's rows were made from (`turns.txt`, one a line), and leaves
-out conversations with a turn of given prompt sets; `xpress eval` refuses prompts that are among a folder's turns.
+`xpress data` keeps hashes of all user turns that a folder's rows were made from, and leaves out conversations that ask a
+prompt of given sets; `xpress eval` refuses prompts that a folder's turns ask. Both look for a prompt as it is given and
+bare, without its set's instruction; 13-grams that all prompts of a set share do not count.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
-from ..generation.prompt_sets import HUB_SETS, hub_prompts
+from ..generation.prompt_sets import HUB_SETS, Prompts, hub_prompts
 from .answers import user_turns
+from .asked import Asked, gram_hashes, turn_hash, turns_of, without_frame
 from .prompts import read_conversations
-from .row_folder import TURNS, read_manifest, turn_hashes
+from .row_folder import read_manifest
 
 
-def read_sets(sources: list[str], limit: int | None = None) -> dict[str, list[list[dict]]]:
+def read_sets(sources: list[str], limit: int | None = None) -> dict[str, Prompts]:
     """Prompt sets by name, from JSONL files and names of the Hub's, each prompt as the messages of its first turn."""
     sets = {}
     for source in sources:
@@ -21,7 +24,7 @@ def read_sets(sources: list[str], limit: int | None = None) -> dict[str, list[li
         if name in sets:
             raise ValueError(f"two prompt sets are named {name!r} (a file's name without .jsonl), expected one each.")
         if path.is_file():
-            sets[name] = [user_turns(messages)[0] for messages in read_conversations(source, limit=limit)]
+            sets[name] = file_prompts(path, limit)
         elif source in HUB_SETS:
             sets[name] = hub_prompts(source, limit)
         else:
@@ -31,28 +34,40 @@ def read_sets(sources: list[str], limit: int | None = None) -> dict[str, list[li
     return sets
 
 
-def leave_out(conversations: list[list[dict]], sets: dict[str, list[list[dict]]]) -> list[list[dict]]:
-    """The conversations that share no user turn with the prompts of `sets`."""
-    held_out = turn_hashes(prompt for prompts in sets.values() for prompt in prompts)
-    return [messages for messages in conversations if not turn_hashes([messages]) & held_out]
+def file_prompts(path: Path, limit: int | None) -> Prompts:
+    """The set that a file is; bare is what its prompts do not all begin or end with."""
+    messages = [user_turns(conversation)[0] for conversation in read_conversations(str(path), limit=limit)]
+    return Prompts(path.name, messages, without_frame([turns_of(prompt)[0] for prompt in messages]))
 
 
-def check_untrained(sets: dict[str, list[list[dict]]], folders: list[str]) -> list[dict]:
-    """Raises for a prompt that is among the user turns of a folder's rows; returns what each folder was made from."""
+def asked_turns(prompts: Prompts, asked: Asked) -> Iterator[set[str]]:
+    """Of every prompt, the hashes of the turns that ask it."""
+    worded = [turns_of(messages)[0] for messages in prompts.messages]
+    frame = set.intersection(*map(gram_hashes, worded)) if len({*map(turn_hash, worded)}) > 1 else set()
+    for texts in zip(worded, prompts.bare):
+        yield set.union(*(asked.holding(text, frame) for text in texts if text))
+
+
+def asking(conversations: list[list[dict]], sets: dict[str, Prompts]) -> set[int]:
+    """The places of the conversations that ask a prompt of `sets`."""
+    asked = Asked.of(conversations)
+    turns = {turn for prompts in sets.values() for found in asked_turns(prompts, asked) for turn in found}
+    return {i for i, messages in enumerate(conversations) if turns.intersection(map(turn_hash, turns_of(messages)))}
+
+
+def check_untrained(sets: dict[str, Prompts], folders: list[str]) -> list[dict]:
+    """Raises for a prompt that a folder's rows were asked; returns what each folder was made from."""
     checked = []
     for folder in map(Path, folders):
         made = read_manifest(folder)["settings"]["prompts_sha256"]
-        if not (folder / TURNS).exists():
-            raise ValueError(
-                f"{folder} holds no {TURNS}, expected the hashes of what its rows were made from: run the same `xpress data` "
-                "again, which writes it."
-            )
-        trained = set((folder / TURNS).read_text(encoding="utf-8").split())
+        asked = Asked.load(folder)
         for name, prompts in sets.items():
-            if known := [number for number, prompt in enumerate(prompts, 1) if turn_hashes([prompt]) & trained]:
+            if known := [number for number, turns in enumerate(asked_turns(prompts, asked), 1) if turns]:
                 raise ValueError(
-                    f"{len(known)} of the {len(prompts)} prompts of {name} are user turns of {folder}, expected none: prompts "
-                    f"{known[:10]}. Make the rows without them (`xpress data --exclude`) and train again, or leave them out."
+                    f"{len(known)} of the {len(prompts.messages)} prompts of {name} are asked in the rows of {folder}, expected "
+                    f"none: prompts {known[:10]}. Make the rows without them (`xpress data --exclude`) and train again, or "
+                    "leave them out."
                 )
-        checked.append({"rows": folder.name, "turns": len(trained), "prompts_sha256": made})
+        counts = {"turns": len(asked.turns), "grams": len(asked.grams)}
+        checked.append({"rows": folder.name, **counts, "prompts_sha256": made})
     return checked

@@ -1,9 +1,9 @@
 """A folder of training rows that a killed command goes on filling.
 
 `rows.jsonl` holds `{"id", "input_ids", "loss_mask"}`; `manifest.json` what they were made from, with their counts once
-they are complete; `turns.txt` the hashes of all user turns among that; `progress.jsonl` one line for every finished
-batch, with the size that `rows.jsonl` had then. What lies behind the last such size, be it half a line or half a batch,
-is dropped and made again.
+they are complete; `turns.txt` and `turns.npz` what was asked, in hashes (`asked.py`); `progress.jsonl` one line for every
+finished batch, with the size that `rows.jsonl` had then. What lies behind the last such size, be it half a line or half
+a batch, is dropped and made again.
 """
 
 import hashlib
@@ -18,10 +18,11 @@ from accelerate.utils import align_module_device
 from datasets import Dataset, Features, List, Value
 from transformers import PreTrainedModel
 
-from ..generation.evaluation_runs import differences
+from ..generation.evaluation_runs import differences, write_json
+from .asked import Asked
 
 
-ROWS, MANIFEST, PROGRESS, TURNS = "rows.jsonl", "manifest.json", "progress.jsonl", "turns.txt"
+ROWS, MANIFEST, PROGRESS = "rows.jsonl", "manifest.json", "progress.jsonl"
 DROPPED = "dropped_"
 FEATURES = Features({"id": Value("string"), "input_ids": List(Value("int32")), "loss_mask": List(Value("int8"))})
 
@@ -33,7 +34,7 @@ class RowFolder:
     Args:
         path (`Path`): Made if need be.
         settings (`dict`): All that decides over the rows; a folder made with others raises a `ValueError`.
-        names (`dict`): What the manifest also says: names and versions, which may change between two runs.
+        names (`dict`): What the manifest also says: names, versions and what was left out.
     """
 
     def __init__(self, path: Path, settings: dict, names: dict):
@@ -47,10 +48,9 @@ class RowFolder:
         self._take_up()
         self._write_manifest()
 
-    def note_turns(self, conversations: list[list[dict]]) -> None:
+    def note_turns(self, conversations: Iterable[list[dict]]) -> None:
         """Writes down what was asked, so that nobody is measured on it."""
-        hashes = sorted(turn_hashes(conversations))
-        (self.path / TURNS).write_text("".join(f"{turn}\n" for turn in hashes), encoding="utf-8")
+        Asked.of(conversations).save(self.path)
 
     def add(self, rows: list[dict], counts: Counter) -> None:
         """One batch's rows, and what is to be counted of it besides them; `dropped_<reason>` for what was kept out."""
@@ -99,9 +99,7 @@ class RowFolder:
         os.truncate(rows, size)
 
     def _write_manifest(self) -> None:
-        new = self.path / f"{MANIFEST}.new"
-        new.write_text(json.dumps(self.manifest, indent=1) + "\n", encoding="utf-8")
-        new.replace(self.path / MANIFEST)
+        write_json(self.path / MANIFEST, self.manifest)
 
 
 def load_rows(folder: str | Path) -> tuple[Dataset, dict]:
@@ -145,9 +143,3 @@ def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:
 
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def turn_hashes(conversations: Iterable[list[dict]]) -> set[str]:
-    """Of all user turns, whatever their case and white space."""
-    turns = (message["content"] for messages in conversations for message in messages if message["role"] == "user")
-    return {sha256(" ".join(turn.split()).casefold()) for turn in turns}

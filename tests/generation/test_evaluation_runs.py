@@ -10,7 +10,15 @@ from rig import BLOCK, PATTERNS, make_drafter, make_target, oracle, prompt, ref,
 from xpress_drafter.generation import evaluation_runs
 from xpress_drafter.generation.arms import Arm, ArmRun, check_arms, choose_passes, make_arms, run_arm
 from xpress_drafter.generation.evaluation_runs import Prompt, RunFolder, evaluate, round_the_sets
-from xpress_drafter.generation.prompt_sets import HUB_SETS, PromptSet, hub_prompts, render, render_sets, set_hashes
+from xpress_drafter.generation.prompt_sets import (
+    HUB_SETS,
+    Prompts,
+    PromptSet,
+    hub_prompts,
+    render,
+    render_sets,
+    set_hashes,
+)
 from xpress_drafter.generation.statistics_xpress import Round
 
 
@@ -162,18 +170,19 @@ def test_sets_of_the_hub_are_shuffled_with_seed_0_and_worded(tmp_path, monkeypat
     monkeypatch.setitem(HUB_SETS, "gsm8k", replace(HUB_SETS["gsm8k"], source=str(file.parent), subset=None))
     shuffled = load_dataset(str(file.parent), split="test").shuffle(seed=0)["question"]
     first = hub_prompts("gsm8k", 3)
-    assert [messages[0]["content"].split("\n")[0] for messages in first] == list(shuffled)[:3] != ["q0", "q1", "q2"]
-    assert first[0] == [
+    assert first.bare == list(shuffled)[:3] != ["q0", "q1", "q2"] and first.source == str(file.parent)
+    assert first.messages[0] == [
         {
             "role": "user",
             "content": shuffled[0] + "\nPlease reason step by step, and put your final answer within \\boxed{}.",
         }
     ]
-    assert len(hub_prompts("gsm8k", 100)) == 9
+    assert len(hub_prompts("gsm8k", 100).messages) == 9
     monkeypatch.setitem(
-        HUB_SETS, "files", PromptSet("json", "train", lambda row: row["question"], files=(str(file), str(file)))
+        HUB_SETS, "files", PromptSet("a/b", "train", lambda row: row["question"], files=(str(file), str(file)))
     )
-    assert len(hub_prompts("files", 100)) == 18
+    files = hub_prompts("files", 100)
+    assert files.bare == [messages[0]["content"] for messages in files.messages] and len(files.bare) == 18
 
 
 def test_code_prompts_keep_their_frame():
@@ -182,7 +191,15 @@ def test_code_prompts_keep_their_frame():
     row["starter_code"] = "def f():"
     assert "Use the following code structure:\n```python\ndef f():\n```" in HUB_SETS["livecodebench"].prompt(row)
     assert HUB_SETS["humaneval"].prompt({"prompt": "def g():"}).endswith("```python\ndef g():\n```")
-    assert HUB_SETS["mt-bench"].prompt({"prompt": ["one", "two"]}) == "one"
+    assert HUB_SETS["mt-bench"].worded({"prompt": ["one", "two"]}) == "one"
+
+
+def test_every_set_knows_its_bare_prompts():
+    """The instruction is around what is asked, and the Hub's id is that of the benchmark, not of a loader."""
+    row = {"question": "q", "problem": "q", "prompt": "q", "question_content": "q", "starter_code": ""}
+    for name, chosen in HUB_SETS.items():
+        assert chosen.bare(row) == "q" and "q" in chosen.worded(row) and "/" in chosen.source, name
+        assert (chosen.worded(row) == "q") == (name in ("mbpp", "mt-bench"))
 
 
 def test_thinking_is_off_where_the_template_can_think():
@@ -210,6 +227,6 @@ def test_thinking_is_off_where_the_template_can_think():
 def test_a_prompt_without_room_is_named_and_hashes_tell_prompts_apart():
     tokenizer = SimpleNamespace(chat_template="x", apply_chat_template=lambda messages, **_: {"input_ids": messages})
     with pytest.raises(ValueError, match="b, prompt 2 has 3 tokens, expected at most 2"):
-        render_sets(tokenizer, {"a": [[1]], "b": [[1], [1, 2, 3]]}, longest=2)
+        render_sets(tokenizer, {"a": Prompts("a", [[1]], []), "b": Prompts("b", [[1], [1, 2, 3]], [])}, longest=2)
     hashes = set_hashes({"a": [[1, 2]], "b": [[1, 3]], "c": [[1, 2]]})
     assert hashes["a"] == hashes["c"] != hashes["b"]
