@@ -25,8 +25,8 @@ SMOLLM2_BLOCKS = re.findall(r"```(\w+)\n(.*?)```", SMOLLM2, flags=re.DOTALL)
 def commands(*languages: str, of: list[tuple[str, str]] = BLOCKS) -> list[list[str]]:
     """The arguments of every `xpress` line in blocks of these languages."""
     blocks = (block.replace("\\\n", " ") for language, block in of if language in languages)
-    lines = (shlex.split(line) for block in blocks for line in block.splitlines())
-    return [line[1:] for line in lines if line[:1] == ["xpress"]]
+    lines = (line for block in blocks for line in block.splitlines())
+    return [shlex.split(line)[1:] for line in lines if line.startswith("xpress ")]
 
 
 def invoke(arguments: list[str]) -> str:
@@ -80,8 +80,13 @@ def test_smollm2_s_commands_are_planned_and_those_of_its_card():
     stated = [shlex.split(line)[1:] for line in facts.commands.splitlines() if line.startswith("xpress")]
     data, *trained = stated
     assert [line for line in planned if "--dry-run" not in line] == trained
-    (written,) = (line for line in commands("sh", of=SMOLLM2_BLOCKS) if line[0] == "data")
-    assert written[: len(data)] == data and set(written[len(data) :]) == {"--exclude", *HUB_SETS}
+    recipe = (ROOT / "trainer" / "recipes" / "smollm2-135m.yaml").read_text(encoding="utf-8")
+    header = [("sh", re.sub(r"^# *", "", recipe, flags=re.MULTILINE))]
+    of_page, of_recipe = (
+        [line for line in commands("sh", of=of) if line[0] == "data"] for of in (SMOLLM2_BLOCKS, header)
+    )
+    assert of_page == of_recipe == [data]
+    assert [word for word, option in zip(data[1:], data) if option == "--exclude"] == list(HUB_SETS)
     for language, block in SMOLLM2_BLOCKS:
         if language == "python":
             compile(block, "smollm2.md", "exec")
