@@ -1,6 +1,7 @@
 """`xpress card`: the card of a drafter, from what `xpress data`, `train` and `eval` wrote and what no command knows."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -8,12 +9,13 @@ import torch
 import typer
 from rich.console import Console
 
-from .cli_eval import SUMMARY
+from .cli_eval import SUMMARY, TIMING
 
 
 card_app = typer.Typer()
 console = Console(highlight=False)
 CARD, RESULTS = "README.md", "results.json"
+REPORT_KEYS = ("command", "settings", "held_out", "arms", "means")
 # Of the recipe, and not for a card: where things lay, the target's shape, and what was expected of the rows.
 UNSAID = (
     "target",
@@ -44,6 +46,7 @@ def write_card(
         trained, manifests = read_training(training)
         for folder, report in zip(results, reports):
             check_rows(folder, report, manifests)
+        check_trained(drafter, training)
         model = check_weights(drafter, dict(zip(results, reports)))
         card = evaluated_card(read_facts(facts), model.config, model.num_parameters(), trained, reports)
     except (OSError, ValueError) as error:
@@ -56,7 +59,14 @@ def write_card(
 def read_report(folder: Path) -> dict:
     if not (folder / SUMMARY).exists():
         raise ValueError(f"{folder} holds no {SUMMARY}, expected a folder of an `xpress eval` that came to its end.")
-    return json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    report = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+    lacking = [key for key in REPORT_KEYS if key not in report]
+    if lacking or report["settings"].get("timing") != TIMING or any("prompts" not in mean for mean in report["means"]):
+        raise ValueError(
+            f"the {SUMMARY} of {folder} is of another version of `xpress eval`, or lacks a part ({', '.join(lacking) or '-'}): "
+            "measure again, in a new folder."
+        )
+    return report
 
 
 def read_training(folder: Path) -> tuple:
@@ -80,26 +90,56 @@ def read_training(folder: Path) -> tuple:
 
 
 def describe_rows(manifests: list[dict]) -> str:
-    """How many rows there are, and who answered how."""
-    counts = {key: sum(made["counts"][key] for made in manifests) for key in ("rows", "supervised_tokens")}
-    settings = manifests[0]["settings"]
+    """How many rows there are, and who answered how: a clause for each way."""
+    rows, tokens = Counter(), Counter()
+    for made in manifests:
+        how = describe_answers(made["settings"])
+        rows[how] += made["counts"]["rows"]
+        tokens[how] += made["counts"]["supervised_tokens"]
+    return f"{'; '.join(f'{rows[how]:,} rows with {tokens[how]:,} supervised tokens, {how}' for how in rows)}."
+
+
+def describe_answers(settings: dict) -> str:
+    """Who answered, and how."""
     if settings["answers"] == "given":
-        how = "the data set's own answers"
-    else:
-        drawn = "greedily" if settings["temperature"] == 0 else f"at temperature {settings['temperature']:g}"
-        how = f"answered by the target itself, {drawn}, in at most {settings['max_new_tokens']} tokens ({settings['dtype']})"
-    return f"{counts['rows']:,} rows with {counts['supervised_tokens']:,} supervised tokens, {how}."
+        return "the data set's own answers"
+    drawn = "greedily"
+    if settings["temperature"]:
+        drawn = "at temperature {temperature:g} (top-p {top_p:g}, top-k {top_k})".format(**settings)
+    return (
+        f"answered by the target itself, {drawn}, in at most {settings['max_new_tokens']} tokens ({settings['dtype']})"
+    )
 
 
 def check_rows(folder: Path, report: dict, manifests: list[dict]) -> None:
-    """Raises where the prompts were held against other rows than those of the training."""
+    """Raises where the prompts were held against no rows or other ones than those of the training."""
     if report["held_out"] is None:
-        return
+        raise ValueError(
+            f"the prompts of {folder} were held against no rows, expected those that the drafter was trained on: run its "
+            "`xpress eval` again with `--trained-on` for each folder of them; nothing is measured anew."
+        )
     held = {rows["prompts_sha256"] for rows in report["held_out"]}
     if lacking := [made for made in manifests if made["settings"]["prompts_sha256"] not in held]:
         raise ValueError(
             f"the prompts of {folder} were not held against {len(lacking)} of the {len(manifests)} folders of rows that the "
             "drafter was trained on: run its `xpress eval` again with `--trained-on` for each; nothing is measured anew."
+        )
+
+
+def check_trained(drafter: Path, training: Path) -> None:
+    """Raises where the training made another drafter."""
+    from .generation import XPressDrafterModel
+    from .trainer.row_folder import weights_fingerprint
+
+    made = training / "drafter"
+    if not made.exists():
+        raise ValueError(
+            f"{training} holds no drafter, expected the `output_dir` of an `xpress train` that came to its end."
+        )
+    ours, theirs = (weights_fingerprint(XPressDrafterModel.from_pretrained(folder)) for folder in (drafter, made))
+    if ours != theirs:
+        raise ValueError(
+            f"{drafter} holds other weights than {made}: name the training that made it, or copy its drafter there again."
         )
 
 

@@ -43,6 +43,15 @@ class Facts:
     datasets: list[str] = field(default_factory=list)
     limits: list[str] = field(default_factory=list)
 
+    def __post_init__(self):
+        for each in fields(self):
+            value, many = getattr(self, each.name), each.type == list[str]
+            texts = value if many and isinstance(value, list) else [value]
+            optional = each.default is None and value is None
+            if isinstance(value, list) != many or not (optional or all(isinstance(text, str) for text in texts)):
+                expected = "a list of texts, each behind a dash" if many else "a text"
+                raise TypeError(f"`{each.name}` is {value!r}, expected {expected}")
+
 
 @dataclass
 class Training:
@@ -54,12 +63,17 @@ class Training:
 
 
 def read_facts(path: Path) -> Facts:
-    """The facts of a YAML; a `ValueError` names keys that are missing or that nothing reads."""
-    values, known = yaml.safe_load(path.read_text(encoding="utf-8")), {each.name for each in fields(Facts)}
+    """The facts of a YAML; a `ValueError` names keys that are missing, that nothing reads or that are of another kind."""
+    known = ", ".join(sorted(each.name for each in fields(Facts)))
     try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise TypeError(f"it holds {str(values)[:60]!r} and no `key: value` lines")
         return Facts(**values)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no YAML, expected `key: value` lines of {known}: {error}") from error
     except TypeError as error:
-        raise ValueError(f"{path}: {error}. Expected keys of {', '.join(sorted(known))}.") from error
+        raise ValueError(f"{path}: {error}. Expected keys of {known}.") from error
 
 
 def drafter_card(

@@ -3,8 +3,7 @@
 from huggingface_hub import EvalResult
 
 from ..generation.evaluation import PLAIN
-from ..generation.evaluation_numbers import check_summary, mean_over_sets
-from ..generation.prompt_sets import HUB_SETS
+from ..generation.evaluation_numbers import check_summary
 from .reports import STEPS, conditions, held_out, identity_cells, table
 
 
@@ -25,11 +24,11 @@ def compared(rows: list[dict], command: str, conditions: str) -> str:
 def evaluated(report: dict) -> str:
     """A report of `xpress eval`: all arms on all sets, how a round's time is spent, and whose texts are plain's."""
     check_summary(report["arms"])
-    settings, means = report["settings"], mean_over_sets(report["arms"])
+    settings, means = report["settings"], report["means"]
     temperature = settings["generate"].get("temperature")
     title = "Greedy" if temperature is None else f"Temperature {temperature:g}"
     speeds = {"tau": ("tau", 2), "tokens/s": ("tokens_per_second", 1), "Speed-up over plain": ("speed_up", 2)}
-    parts = [f"### {title}, {settings['dtype']}", conditions(settings), held_out(report | {"means": means})]
+    parts = [f"### {title}, {settings['dtype']}", conditions(settings), held_out(report)]
     for name, (key, digits) in speeds.items():
         parts += [f"{name}:", matrix(report["arms"], means, key, digits)]
     parts += ["Share of the time behind the prompt's forward, in the mean of the sets:", shares(means)]
@@ -61,14 +60,14 @@ def shares(means: list[dict]) -> str:
 
 def metrics(report: dict) -> list[EvalResult]:
     """tau and speed-up on every set, of the number of passes that is fastest in their mean."""
-    passes = report["settings"]["arms"]
-    refined = [mean for mean in mean_over_sets(report["arms"]) if passes[mean["arm"]]]
+    settings = report["settings"]
+    refined = [mean for mean in report["means"] if settings["arms"][mean["arm"]]]
     if not refined:
         return []
     fastest = max(refined, key=lambda mean: mean["speed_up"])["arm"]
     found = []
     for arm in (arm for arm in report["arms"] if arm["arm"] == fastest):
-        source = HUB_SETS[arm["set"]].source if arm["set"] in HUB_SETS else arm["set"]
+        how = f"{fastest}; {arm['prompts']} prompts, at most {settings['generate']['max_new_tokens']} tokens each"
         for kind, name, value in (
             ("tau", f"tau, {TAU}", arm["tau"]),
             ("speed-up", f"speed-up over {PLAIN}", arm["speed_up"][1]),
@@ -76,10 +75,10 @@ def metrics(report: dict) -> list[EvalResult]:
             found.append(
                 EvalResult(
                     task_type="text-generation",
-                    dataset_type=source,
+                    dataset_type=settings["sources"][arm["set"]],
                     dataset_name=arm["set"],
                     metric_type=kind,
-                    metric_name=f"{name} ({fastest})",
+                    metric_name=f"{name} ({how})",
                     metric_value=round(value, 3),
                 )
             )
@@ -87,16 +86,29 @@ def metrics(report: dict) -> list[EvalResult]:
 
 
 def learning_curve(history: list[dict]) -> str:
-    """Loss and simulated tau over the training, at some evenly spread points of a trainer's log."""
+    """Loss and simulated tau over the training, at some points of a trainer's log."""
     points = [entry for entry in history if "tau_pass_0" in entry]
+    if not points:
+        raise ValueError(
+            "the trainer's log holds no `tau_pass_0`, expected some points of it: train with `logging_steps` of at most "
+            "`max_steps`."
+        )
     held_out = {entry["step"]: entry["eval_tau"] for entry in history if "eval_tau" in entry}
-    last = len(points) - 1
-    chosen = sorted({round(i * last / (CURVE_POINTS - 1)) for i in range(CURVE_POINTS)})
+    evaluated = [i for i, point in enumerate(points) if point["step"] in held_out]
     taus = [key for key in points[0] if key.startswith("tau_pass_")]
     rows = []
-    for point in (points[i] for i in chosen):
+    for point in (points[i] for i in curve_places(len(points) - 1, evaluated)):
         cells = [f"{point[key]:.2f}" for key in taus]
         cells += [f"{held_out[point['step']]:.2f}" if point["step"] in held_out else "-"] if held_out else []
         rows.append([str(int(point["step"])), f"{point['loss']:.3f}", *cells])
     header = ["step", "loss", *(f"tau, K = {key.removeprefix('tau_pass_')}" for key in taus)]
     return table([*header, *(["tau on held-out answers"] if held_out else [])], rows)
+
+
+def curve_places(last: int, evaluated: list[int]) -> list[int]:
+    """Evenly spread places from 0 to `last`; each moves to the nearest evaluated one within half of the way to the next."""
+    way, chosen = last / (CURVE_POINTS - 1), set()
+    for place in (i * way for i in range(CURVE_POINTS)):
+        near = [(abs(other - place), other) for other in evaluated if abs(other - place) <= way / 2]
+        chosen.add(min(near)[1] if near else round(place))
+    return sorted(chosen)

@@ -2,14 +2,19 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import ModelCard
+from published import check_published
 from typer.testing import CliRunner
+from xpress_drafter import XPressDrafterModel
 from xpress_drafter.cli import PROBLEMS, TINY, app
+from xpress_drafter.cli_card import describe_rows
 from xpress_drafter.hub_cards.cards import FACTS, read_facts
-from xpress_drafter.hub_cards.results import learning_curve
+from xpress_drafter.hub_cards.results import evaluated, learning_curve, metrics
 
 
 TARGET = str(TINY / "target")
@@ -46,11 +51,9 @@ def made(tmp_path_factory) -> Path:
     return out
 
 
-def write(made: Path, *results: str, code: int = 0) -> str:
+def write(made: Path, *results: str, drafter: str = "run/drafter", code: int = 0) -> str:
     chosen = [word for name in results for word in ("--results", made / name)]
-    return invoke(
-        "card", made / "run" / "drafter", made / "facts.yaml", *chosen, "--training", made / "run", code=code
-    )
+    return invoke("card", made / drafter, made / "facts.yaml", *chosen, "--training", made / "run", code=code)
 
 
 def test_the_card_says_what_was_measured_and_how_it_was_made(made):
@@ -78,6 +81,8 @@ def test_the_card_says_what_was_measured_and_how_it_was_made(made):
         and str(made) + "/rows" not in card.content.split("## Training")[1]
     )
     told = {(result.dataset_name, result.metric_type): result.metric_value for result in card.data.eval_results}
+    assert {result.dataset_type for result in card.data.eval_results} == {"asked.jsonl"}
+    assert all("; 2 prompts, at most 8 tokens each)" in result.metric_name for result in card.data.eval_results)
     refined = [arm for arm in reports[0]["arms"] if reports[0]["settings"]["arms"][arm["arm"]]]
     fastest = max(refined, key=lambda arm: arm["speed_up"][1])
     assert told == {
@@ -87,6 +92,7 @@ def test_the_card_says_what_was_measured_and_how_it_was_made(made):
     assert re.search(r"^- Trained on rows of at most \d+ tokens", text, flags=re.MULTILINE) and text.endswith(
         "warns.\n"
     )
+    check_published(made / "run" / "drafter")
 
 
 def test_numbers_of_other_weights_or_rows_are_refused(made, tmp_path):
@@ -95,6 +101,10 @@ def test_numbers_of_other_weights_or_rows_are_refused(made, tmp_path):
     for change, expected in (
         (lambda report: report["settings"]["weights"].update(drafter="0"), "did not measure the weights of"),
         (lambda report: report["held_out"].clear(), "were not held against 1 of the 1 folders of rows"),
+        (lambda report: report.update(held_out=None), "were held against no rows, expected those that"),
+        (lambda report: report.pop("held_out"), "is of another version of `xpress eval`, or lacks a part (held_out)"),
+        (lambda report: report["means"][0].pop("prompts"), "is of another version of `xpress eval`"),
+        (lambda report: report["settings"].pop("timing"), "is of another version of `xpress eval`"),
         (lambda report: report["arms"][-1].update(accepted=99), "tokens and tau"),
     ):
         report = json.loads(before)
@@ -108,9 +118,72 @@ def test_numbers_of_other_weights_or_rows_are_refused(made, tmp_path):
         *("card", made / "run" / "drafter", made / "facts.yaml", "--results", made / "greedy", "--training", tmp_path),
         code=2,
     )
-    (tmp_path / "facts.yaml").write_text("name: x\ncolour: red\n")
-    with pytest.raises(ValueError, match="unexpected keyword argument 'colour'. Expected keys of commands, data"):
+
+
+def test_a_training_of_another_drafter_is_refused(made, tmp_path):
+    """Its rows are the same, so that only the weights tell."""
+    other = XPressDrafterModel.from_pretrained(made / "run" / "drafter")
+    with torch.no_grad():
+        next(other.parameters()).add_(1)
+    other.save_pretrained(tmp_path / "other")
+    said = write(made, "greedy", drafter=tmp_path / "other", code=2)
+    assert "holds other weights than" in said and "name the training that made it" in said
+    shutil.copytree(made / "run", tmp_path / "run", ignore=shutil.ignore_patterns("drafter"))
+    command = ["card", made / "run" / "drafter", made / "facts.yaml", "--results", made / "greedy"]
+    assert "holds no drafter, expected the `output_dir`" in invoke(*command, "--training", tmp_path / "run", code=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("name: x\ncolour: red\n", "unexpected keyword argument 'colour'. Expected keys of commands, data"),
+        ("name: x\n", "missing 5 required positional arguments"),
+        ("name: [x\n", "facts.yaml is no YAML, expected `key: value` lines of commands, data"),
+        ("- name\n", r"holds \"\['name'\]\" and no `key: value` lines. Expected keys"),
+        ("", "holds 'None' and no `key: value` lines"),
+        ("limits: All are known.\n", "`limits` is 'All are known.', expected a list of texts, each behind a dash"),
+        ("limits: [1]\n", r"`limits` is \[1\], expected a list of texts"),
+        ("name: 7\n", "`name` is 7, expected a text. Expected keys of"),
+        ("licence: [mit]\n", r"`licence` is \['mit'\], expected a text"),
+        ("weights: 1.5\n", "`weights` is 1.5, expected a text"),
+    ],
+)
+def test_facts_that_are_none_are_named(text, expected, tmp_path):
+    kind = text.partition(":")[0]
+    whole = (FACTS / "tiny.yaml").read_text()
+    if kind in ("limits", "licence", "weights") or text == "name: 7\n":  # in the place of its own, or besides
+        whole = re.sub(rf"^{kind}:.*\n(  - .*\n)*", "", whole, flags=re.MULTILINE) + text
+    else:
+        whole = text
+    (tmp_path / "facts.yaml").write_text(whole)
+    with pytest.raises(ValueError, match=expected):
         read_facts(tmp_path / "facts.yaml")
+
+
+def test_rows_are_described_by_setting():
+    """Of three folders, two were answered alike."""
+    settings = {"answers": "regenerated", "temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 160}
+    settings["dtype"] = "float32"
+    sampled = settings | {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+    manifests = [
+        {"settings": each, "counts": {"rows": rows, "supervised_tokens": 1000, "dropped": {}}}
+        for each, rows in ((settings, 2), (sampled, 5), (settings, 3), ({"answers": "given"}, 7))
+    ]
+    assert describe_rows(manifests) == (
+        "5 rows with 2,000 supervised tokens, answered by the target itself, greedily, in at most 160 tokens (float32); 5 "
+        "rows with 1,000 supervised tokens, answered by the target itself, at temperature 0.7 (top-p 0.8, top-k 20), in at "
+        "most 160 tokens (float32); 7 rows with 1,000 supervised tokens, the data set's own answers."
+    )
+
+
+def test_the_card_takes_the_means_that_the_report_holds(made):
+    report = json.loads((made / "greedy" / "summary.json").read_text())
+    *_, first, last = report["means"]
+    for mean, speed in ((first, 77.0), (last, 66.0)):  # both refine; the arms say otherwise, or not
+        mean["speed_up"] = speed
+    assert "77.00 |" in evaluated(report) and {first["arm"]} == {
+        result.metric_name.split("(")[1].split(";")[0] for result in metrics(report)
+    }
 
 
 @pytest.mark.parametrize("path", sorted(FACTS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -124,3 +197,15 @@ def test_a_learning_curve_has_first_and_last_and_what_was_held_out():
     lines = learning_curve(history).splitlines()
     assert lines[0] == "| step | loss | tau, K = 0 | tau, K = 1 | tau on held-out answers |" and len(lines) == 12
     assert lines[2] == "| 1 | 3.000 | 1.50 | 0.10 | - |" and lines[-1] == "| 100 | 3.000 | 1.50 | 10.00 | 2.25 |"
+
+
+def test_a_learning_curve_goes_by_what_was_held_out():
+    """Evaluated at every tenth logged step, all but the first row have it; without an evaluation there is no column."""
+    history = [{"step": step, "loss": 3.0, "tau_pass_0": 1.5} for step in range(50, 6001, 50)]
+    tested = [{"step": step, "eval_tau": 2.0} for step in range(500, 6001, 500)]
+    rows = [line.split(" | ") for line in learning_curve(history + tested).splitlines()[2:]]
+    assert [row[-1] for row in rows] == ["- |"] + ["2.00 |"] * 9 and rows[-1][0] == "| 6000"
+    assert learning_curve(history).splitlines()[0] == "| step | loss | tau, K = 0 |"
+    assert len(learning_curve(history[:1]).splitlines()) == 3
+    with pytest.raises(ValueError, match="holds no `tau_pass_0`, expected some points"):
+        learning_curve(tested)
