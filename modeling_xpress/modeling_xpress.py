@@ -209,7 +209,10 @@ class XPressModel(XPressPreTrainedModel):
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
     def _expand_mask(self, mask, noise_embeds: torch.Tensor):
-        """A padding mask `[N, T]` as one that attention takes, which is added: True becomes 0.0, here once for all layers."""
+        """
+        A padding mask `[N, T]` as one that attention takes, which is added: True becomes 0.0, here once for all layers.
+        Its rows lie a multiple of 16 numbers apart, else CUDA's memory-efficient SDPA copies it, in every layer.
+        """
         if not isinstance(mask, torch.Tensor):
             return mask
         if mask.dim() == 2:
@@ -217,7 +220,10 @@ class XPressModel(XPressPreTrainedModel):
         if mask.dtype == torch.bool:
             kind = noise_embeds.device.type
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else noise_embeds.dtype
-            mask = torch.where(mask, mask.new_zeros((), dtype=dtype), torch.finfo(dtype).min)
+            T = mask.shape[-1]
+            shape = (*mask.shape[:-1], T + -T % 16)
+            numbers = torch.full(shape, torch.finfo(dtype).min, dtype=dtype, device=mask.device)[..., :T]
+            mask = numbers.masked_fill_(mask, 0.0)
         return mask
 
 

@@ -26,6 +26,7 @@ from .drafting import draft_blocks, label_probabilities, own_draft
 from .feature_cache import read_states
 from .metrics import Sums
 from .objective import ObjectiveTerms, position_weights
+from .optimizer import MuonAdamW
 from .weighting import dpace_weights, freeze_backbone, scale_backbone_rate, scheduled
 from .wrapping import bare_drafter, freeze_target, inside_forward, to_target
 
@@ -278,14 +279,20 @@ def _check_drafter(drafter: XPressModel):
 
 
 def _check_options(drafter: XPressModel, args: XPressTrainingArguments, kwargs: dict):
-    """Raises for options that would be ignored."""
+    """Raises for options that would be ignored, or cannot work together."""
     if args.undecayed_anchor and bare_drafter(drafter).refiner is None:
         raise ValueError("`undecayed_anchor` is set, but without a refiner the base's is the only term: leave it out.")
     if args.freeze_backbone and isinstance(drafter, PeftModel):
         raise ValueError(
             "`freeze_backbone` is set, but the drafter trains in an adapter, which is the backbone's: leave one out."
         )
-    if args.backbone_lr_scale != 1.0 and kwargs.get("optimizers", (None, None))[0] is not None:
+    optimizer = kwargs.get("optimizers", (None, None))[0]
+    if isinstance(optimizer, MuonAdamW) and args.deepspeed_plugin is not None:
+        raise ValueError(
+            "the optimizer is Muon, which needs whole matrices, but DeepSpeed flattens what it shards: use FSDP with "
+            "`fsdp_version: 2`, or `optimizer: adamw`."
+        )
+    if args.backbone_lr_scale != 1.0 and optimizer is not None:
         raise ValueError(
             f"`backbone_lr_scale` is {args.backbone_lr_scale}, but `optimizers` brings its own rates: leave one out."
         )

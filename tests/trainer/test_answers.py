@@ -8,12 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate import cpu_offload
-from chatting import END, THINKING, WORDS, chat, spoken, word_tokenizer
+from chatting import END, PLAIN, THINKING, WORDS, chat, spoken, word_tokenizer
 from datasets import Dataset
 from rig import make_target, plain
 from training import make_trainer
@@ -24,7 +25,7 @@ from xpress_drafter.trainer.answers import AnswerSettings, TargetAnswers, user_t
 from xpress_drafter.trainer.chat_rows import prompt_ids
 from xpress_drafter.trainer.data import check_rows
 from xpress_drafter.trainer.prompts import read_conversations
-from xpress_drafter.trainer.row_folder import load_rows, weights_fingerprint
+from xpress_drafter.trainer.row_folder import load_rows, sha256, weights_fingerprint
 
 
 BAD_WORD = "w90"  # its embedding is NaN
@@ -313,6 +314,34 @@ def test_a_target_that_is_an_adapter_is_refused(target_folder, tmp_path):
     (tmp_path / "adapter" / "config.json").rename(tmp_path / "adapter" / "adapter_config.json")
     with pytest.raises(ValueError, match="adapter is a PEFT adapter, expected a whole model: merge it"):
         make(str(tmp_path / "adapter"), tmp_path / "rows", prompts(2))
+
+
+# Left out.
+
+
+@pytest.mark.parametrize("answers", ["regenerated", "given"])
+def test_rows_keep_their_numbers_beside_excluded_ones(target_folder, tmp_path, answers):
+    """In names, in errors and in what the folder is known by, whoever answers."""
+    conversations = [chat("w8", "w9 w10"), chat("w11", "w12 w13"), chat("w11", "w12 w13")]
+    settings = AnswerSettings(target_folder, answers=answers, max_new_tokens=4, max_length=64, dtype="float32")
+    manifest = write_rows(conversations, tmp_path / "rows", settings, excluded={0, 1})
+    (row,) = load_rows(tmp_path / "rows")[0]
+    assert (row["id"], manifest["excluded"], manifest["settings"]["prompts"]) == ("2", 2, 1)
+    with pytest.raises(ValueError, match="begun with other settings: `prompts_sha256` is"):
+        write_rows(conversations, tmp_path / "rows", settings, excluded={0, 2})
+    folder = tmp_path / "target"
+    shutil.copytree(target_folder, folder)
+    word_tokenizer(
+        PLAIN + "{% if messages[0].content == 'w11' %}{{ raise_exception('no w11') }}{% endif %}"
+    ).save_pretrained(folder)
+    with pytest.raises(ValueError, match="row 2: the chat template cannot be used on it. no w11"):
+        write_rows(conversations, tmp_path / "no", replace(settings, target=str(folder)), excluded={0})
+
+
+def test_where_nothing_is_left_out_a_folder_is_known_by_its_prompts_alone(target_folder, tmp_path):
+    """As before there was anything to leave out: folders that were begun then go on."""
+    _, manifest = make(target_folder, tmp_path, prompts(2))
+    assert manifest["settings"]["prompts_sha256"] == sha256(json.dumps(prompts(2)))
 
 
 # Given answers.

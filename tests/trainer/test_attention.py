@@ -105,6 +105,18 @@ def test_what_the_mask_weighs(A, S, heads):
     assert pairs // 4 <= largest.numel <= pairs
 
 
+@pytest.mark.parametrize("T", [12, 16, 29])
+def test_rows_of_the_mask_are_aligned(T):
+    """What `pad_bias` of PyTorch's memory-efficient SDPA would copy: strides that 16 does not divide, on any device."""
+    drafter, visible = make_drafter(target()), torch.rand(2, 1, BLOCK, T) < 0.5
+    for mask in (visible, visible[:, 0, 0].long()):
+        added = drafter._expand_mask(mask, torch.zeros(2, BLOCK, HIDDEN))
+        expected = torch.where(visible if mask is visible else visible[:, :, :1], 0.0, torch.finfo(torch.float32).min)
+        assert torch.equal(added, expected.expand_as(visible))
+        assert added.stride(-1) == 1 and all(stride % 16 == 0 for stride in added.stride()[:-1])
+        assert added.untyped_storage().nbytes() == 4 * 2 * BLOCK * (T + -T % 16)
+
+
 class Peak(TorchDispatchMode):
     """The most bytes that the tensors made inside held at a time; what one operation takes for itself alone is not seen."""
 

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,8 +12,14 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from rig import make_drafter, target
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from training import (
     EVERY,
     Gradients,
@@ -27,6 +34,7 @@ from training import (
 )
 from transformers import AutoModel
 from xpress_drafter import trainer as trainer_room
+from xpress_drafter.trainer.optimizer import MuonAdamW
 
 
 ROWS = make_rows(8)
@@ -90,7 +98,7 @@ def run_process(rank: str, folder: str):
 def sharded_step(trainer, folder: Path) -> dict:
     """
     The gradients of one step of a drafter that lies in halves, as accelerate shards it on GPUs (it does not on CPUs),
-    gathered; and that drafter saved.
+    gathered; that drafter saved; Muon's step, and the optimizer's state as accelerate saves and loads it.
     """
     drafter, rank = make_drafter(target()), trainer.args.process_index
     trainer.state.global_step = 0
@@ -104,10 +112,27 @@ def sharded_step(trainer, folder: Path) -> dict:
     state = get_model_state_dict(drafter, options=StateDictOptions(full_state_dict=True))
     if rank == 0:
         drafter.save_pretrained(folder, state_dict=state)
+    gradients = {name: p.grad.full_tensor() for name, p in drafter.named_parameters()}
+    whole_state, steps = StateDictOptions(full_state_dict=True), []
+    optimizer = MuonAdamW(drafter.named_parameters(), muon_lr=0.02, adamw_lr=1e-3)
+    optimizer.step()
+    saved = deepcopy(get_optimizer_state_dict(drafter, optimizer, options=whole_state))
+    resumed = MuonAdamW(drafter.named_parameters(), muon_lr=0.5, adamw_lr=0.5)
+    held = hashes(drafter)
+    for each in (optimizer, resumed):  # from the same weights
+        drafter.zero_grad()
+        if each is resumed:
+            set_optimizer_state_dict(drafter, each, saved, options=whole_state)
+        drafter.load_state_dict(held)
+        for name, p in drafter.named_parameters():
+            p.grad = distribute_tensor(gradients[name], p.device_mesh, p.placements)
+        each.step()
+        steps.append({name: p.full_tensor() for name, p in drafter.named_parameters()})
     return {
         "loss": trainer.accelerator.reduce(loss.detach()).item() / 2,
         "share": sum(p.to_local().numel() for p in drafter.parameters()) / whole,
-        "gradients": {name: p.grad.full_tensor() for name, p in drafter.named_parameters()},
+        "gradients": gradients,
+        "steps": steps,
     }
 
 
@@ -172,17 +197,23 @@ def test_resumed(both):
 
 
 def test_sharded(both):
-    """Backbone and refiner in halves: the loss and gradients of one process, and clean names on the disk."""
+    """Backbone and refiner in halves: the loss, gradients and second Muon step of one process; clean names on the disk."""
     drafter = make_drafter(target())
     trainer = make_trainer(drafter, num_anchors=EVERY)
     loss = trainer.compute_loss(drafter, batch_of(trainer, ROWS[:4]))
     loss.backward()
+    optimizer, found_gradients = MuonAdamW(drafter.named_parameters(), muon_lr=0.02, adamw_lr=1e-3), gradients(drafter)
+    saved = AutoModel.from_pretrained(both.folder / "sharded")
+    assert all(torch.equal(p, saved.get_parameter(name)) for name, p in drafter.named_parameters())
+    optimizer.step(), optimizer.step()
     for found in both.found:
         assert found["sharded"]["loss"] == pytest.approx(loss.item(), rel=1e-6)
         assert found["sharded"]["share"] < 0.6
-        assert_close(found["sharded"]["gradients"], gradients(drafter))
-    saved = AutoModel.from_pretrained(both.folder / "sharded")
-    assert all(torch.equal(p, saved.get_parameter(name)) for name, p in drafter.named_parameters())
+        assert_close(found["sharded"]["gradients"], found_gradients)
+        straight, resumed = found["sharded"]["steps"]
+        for name, p in drafter.named_parameters():
+            assert torch.equal(resumed[name], straight[name]), name
+            torch.testing.assert_close(straight[name], p, rtol=1e-6, atol=1e-6)
 
 
 def test_launch_files():

@@ -3,16 +3,18 @@
 import json
 import shutil
 
+import psutil
 import pytest
 import torch
 from typer.testing import CliRunner
+from xpress_drafter import cli_lab
 from xpress_drafter.cli import TINY, app
-from xpress_drafter.trainer import study
-from xpress_drafter.trainer.benchmark import measure, objective_ways
+from xpress_drafter.trainer import benchmark, bfloat16, study, tiny_pair
+from xpress_drafter.trainer.benchmark import measure, objective_ways, peak_megabytes
 from xpress_drafter.trainer.recipe_runs import make_trainer
 from xpress_drafter.trainer.recipes import read_recipe
 from xpress_drafter.trainer.study import ABLATION, CHOICES, run_study, study_table
-from xpress_drafter.trainer.tiny_pair import answer
+from xpress_drafter.trainer.tiny_pair import answer, arithmetic
 
 
 QUESTIONS = ["Ann has 3 pens and buys 4 more. How many pens has she?", "Bo eats 2 of 9 figs. How many are left?"]
@@ -54,6 +56,7 @@ def test_the_command(built, monkeypatch):
 
 
 def test_no_mixer_means_none(built, monkeypatch):
+    monkeypatch.setattr(tiny_pair, "multiplies_bf16", lambda: False)
     kept = []
 
     def keep(recipe):
@@ -65,6 +68,16 @@ def test_no_mixer_means_none(built, monkeypatch):
         study.train_variant(ABLATION[name], 0, built, 2)  # the first step's rate is 0
     without, full = (trainer.model.xpress_head for trainer in kept)
     assert not without.mix.L.any() and full.mix.L.any()
+    assert [(each.args.bf16, each.target.dtype) for each in kept] == [(False, torch.float32)] * 2
+
+
+def test_arithmetic_is_the_cpu_s(monkeypatch):
+    """Of the drafter and of the study: the recipe's bf16 only where the CPU has it."""
+    monkeypatch.setattr(tiny_pair, "multiplies_bf16", lambda: True)
+    recipe = read_recipe("tiny")
+    assert arithmetic() == {"bf16": recipe.setting("bf16"), "target_dtype": recipe.target_dtype}
+    monkeypatch.setattr(tiny_pair, "multiplies_bf16", lambda: False)
+    assert arithmetic() == {"bf16": False, "target_dtype": "float32"}
 
 
 def test_table():
@@ -95,9 +108,41 @@ def test_benchmark_runs_both_forms_on_the_same_blocks():
     for way in ways.values():
         objective, refiner, h, inputs, _ = way.args
         losses.append(objective(refiner, h, inputs)[0].item())
-        seconds, megabytes = measure(way, repeats=1)
-        assert seconds > 0 and megabytes > 100
+        assert measure(way, repeats=1)[0] > 0
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_memory_is_measured():
+    """The peak is no less than what the process holds, and rises by what a way takes on top, in MB."""
+    held, before = psutil.Process().memory_info().rss / 2**20, peak_megabytes()
+    assert held < before + 1
+    megabytes = before - held + 64
+    _, peak = measure(lambda: torch.ones(int(megabytes * 2**18)), repeats=1)  # of 4 bytes
+    assert before + 32 < peak < before + 96
+
+
+@pytest.mark.parametrize(("bf16", "said"), [(True, "bfloat16"), (False, "float32")])
+def test_benches_compute_in_what_the_cpu_has_and_say_so(monkeypatch, bf16, said):
+    monkeypatch.setattr(bfloat16, "multiplies_bf16", lambda: bf16)
+    sizes = ["--vocab-size", "256", "--hidden-size", "32", "--repeats", "1"]
+    objective = [*sizes, "--anchors", "8"]
+    refine = [*sizes, "--rank", "8", "--mlp-width", "16", "--block-size", "4", "--shortlist", "16"]
+    used = []
+
+    def seen(ways):
+        def build(*args):
+            used.append(args[-1])
+            return ways(*args)
+
+        return build
+
+    monkeypatch.setattr(benchmark, "objective_ways", seen(objective_ways))
+    monkeypatch.setattr(cli_lab, "refinement_ways", seen(cli_lab.refinement_ways))
+    for name, options in (("bench-objective", objective), ("bench-refine", refine)):
+        shown = CliRunner().invoke(app, [name, *options], catch_exceptions=False).output
+        assert f", {said}, " in " ".join(shown.split())
+    assert set(used) == {getattr(torch, said)}
+    assert shown.count("x") > 4
 
 
 def test_bench_objective_as_typed():

@@ -6,6 +6,7 @@ from copy import deepcopy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from xpress_drafter.trainer import bfloat16
 from xpress_drafter.trainer import optimizer as optimizer_module
 from xpress_drafter.trainer.bfloat16 import multiplies_bf16, warn_of_slow_bf16
@@ -120,3 +121,48 @@ def test_it_goes_on_from_its_state_and_follows_a_schedule():
         step(model, each)
     for ours, theirs in zip(resumed.parameters(), straight.parameters()):
         assert torch.equal(ours, theirs)
+
+
+def test_its_state_is_what_sharded_checkpoints_read():
+    """By name, of all parameters, from PyTorch's own functions; and taken up again by them."""
+    model, other = small_model(), small_model()
+    optimizer, again = (MuonAdamW(each.named_parameters(), 0.02, 1e-3) for each in (model, other))
+    step(model, optimizer)
+    saved = deepcopy(get_optimizer_state_dict(model, optimizer))
+    names = {name: set(state) for name, state in saved["state"].items()}
+    adam = {"step", "exp_avg", "exp_avg_sq"}
+    assert names.pop("layer.weight") == {"momentum_buffer"}
+    assert names == {name: adam for name, _ in model.named_parameters() if name != "layer.weight"}
+    before = deepcopy(model.state_dict())
+    set_optimizer_state_dict(other, again, saved)
+    other.load_state_dict(before)
+    for each in ((model, optimizer), (other, again)):
+        step(*each)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(other.parameters(), model.parameters()))
+
+
+def test_a_closure_is_called_with_gradients():
+    straight, model = small_model(), small_model()
+    optimizers = [MuonAdamW(each.named_parameters(), 0.02, 1e-3) for each in (straight, model)]
+    step(straight, optimizers[0])
+
+    def closure():
+        loss = model["layer"](model["embed"].weight + model["w1"].weight).pow(2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizers[1].step(closure) > 0
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), straight.parameters()))
+
+
+def test_what_it_cannot_take():
+    """States of the version with an optimizer inside for each part, and flat pieces of matrices."""
+    model = small_model()
+    optimizer = MuonAdamW(model.named_parameters(), 0.02, 1e-3)
+    with pytest.raises(ValueError, match="has `parts`.*expected `state` and `param_groups`: begin the run anew"):
+        optimizer.load_state_dict({"parts": [optimizer.state_dict()]})
+    flat = nn.Parameter(torch.ones(16))
+    flat.grad = torch.ones(16)
+    optimizer.param_groups[0]["params"] = [flat]
+    with pytest.raises(ValueError, match=r"piece of shape \[16\], expected a whole matrix.*`fsdp_version: 2`"):
+        optimizer.step()

@@ -9,10 +9,23 @@ import transformers
 from rig import MASK_TOKEN, TAPS, make_drafter, make_target, plain, prompt, target
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
-from training import EVERY, Gradients, assert_close, batch_of, hashes, losses, make_rows, make_trainer, moved
+from training import (
+    EVERY,
+    Gradients,
+    assert_close,
+    batch_of,
+    hashes,
+    losses,
+    make_args,
+    make_rows,
+    make_trainer,
+    moved,
+)
 from transformers import AutoModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from xpress_drafter import XPressDrafterModel
+from xpress_drafter.trainer import XPressTrainer
+from xpress_drafter.trainer.optimizer import MuonAdamW
 
 
 PINNED = [12.926817, 11.051906, 10.308657]
@@ -107,6 +120,16 @@ def test_other_arguments_that_are_refused():
         make_trainer(num_anchors=0)
     with pytest.raises(ValueError, match="made for a target with num_target_layers=4, but Qwen3ForCausalLM has 5"):
         make_trainer(make_drafter(target()), make_target(num_hidden_layers=5))
+
+
+def test_muon_under_deepspeed_is_refused(monkeypatch):
+    """Before anything is sharded: ZeRO would hand it flat pieces."""
+    drafter = make_drafter(target())
+    args = make_args()
+    monkeypatch.setattr(args, "deepspeed_plugin", object())
+    optimizer = MuonAdamW(drafter.named_parameters(), 0.02, 1e-3)
+    with pytest.raises(ValueError, match="Muon, which needs whole matrices, but DeepSpeed.*`fsdp_version: 2`"):
+        XPressTrainer(drafter, target(), args, train_dataset=make_rows(2), optimizers=(optimizer, None))
 
 
 @pytest.mark.parametrize("dtype, bf16", [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
