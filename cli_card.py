@@ -85,6 +85,10 @@ def read_training(folder: Path) -> tuple:
     history = json.loads((Path(checkpoint) / STATE).read_text(encoding="utf-8"))["log_history"]
     recipe = read_recipe(str(folder / NOTE))
     manifests = [read_manifest(Path(rows)) for rows in recipe.folders]
+    if unfinished := [rows for rows, made in zip(recipe.folders, manifests) if not made["complete"]]:
+        raise ValueError(
+            f"{', '.join(unfinished)}: not complete, expected rows that are. Run the same `xpress data` again."
+        )
     shown = {key: value for key, value in recipe.values().items() if key not in UNSAID}
     return Training(describe_rows(manifests), history, shown), manifests
 

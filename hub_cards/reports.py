@@ -43,11 +43,12 @@ def conditions(settings: dict) -> str:
     how = f"temperature {generate['temperature']:g}, seed {settings['seed']}" if generate["do_sample"] else "greedy"
     template = ", ".join(f"{key} {value}" for key, value in settings["template"].items()) or "no variables"
     versions = ", ".join(f"{name} {machine[name]}" for name in ("xpress_drafter", "torch", "transformers", "python"))
+    sources = ", ".join(f"{name} from `{source}`" for name, source in settings["sources"].items())
     shortlist = ", ".join(f"{role} {size or 'all'}" for role, size in settings["shortlist"].items()) or "-"
     return (
         f"{how}, at most {generate['max_new_tokens']} new tokens, {settings['dtype']}, {machine['device']} "
         f"({machine['cpu_capability']}, threads: {machine['threads']}); {versions}. Chat template: {template}. "
-        f"Prompt lookup: {settings['lookup_tokens']} tokens. Tokens refined per slot: {shortlist}."
+        f"Prompt lookup: {settings['lookup_tokens']} tokens. Tokens refined per slot: {shortlist}. Prompts: {sources}."
     )
 
 

@@ -62,6 +62,7 @@ def test_the_card_says_what_was_measured_and_how_it_was_made(made):
     text, reports = str(card), json.loads((made / "run" / "drafter" / "results.json").read_text())
     assert "### Greedy, float32" in text and "### Temperature 1, float32" in text
     assert text.count("None of the 2 prompts was trained on: checked by hash") == 2
+    assert text.count("Prompts: asked from `asked.jsonl`.") == 2
     assert (
         "They are the shipped ones." in text
         and "2 rows with" in text
@@ -130,6 +131,11 @@ def test_a_training_of_another_drafter_is_refused(made, tmp_path):
     assert "holds other weights than" in said and "name the training that made it" in said
     shutil.copytree(made / "run", tmp_path / "run", ignore=shutil.ignore_patterns("drafter"))
     command = ["card", made / "run" / "drafter", made / "facts.yaml", "--results", made / "greedy"]
+    manifest = made / "rows" / "manifest.json"
+    before = manifest.read_text()
+    manifest.write_text(before.replace('"complete": true', '"complete": false'))  # as while its command runs again
+    assert "rows: not complete, expected rows that are" in invoke(*command, "--training", made / "run", code=2)
+    manifest.write_text(before)
     assert "holds no drafter, expected the `output_dir`" in invoke(*command, "--training", tmp_path / "run", code=2)
 
 
