@@ -148,8 +148,8 @@ def peak_of_a_step(A: int, S: int, layers: int) -> int:
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_what_a_step_weighs(layers):
-    """Twice the tokens or twice the anchors weigh no more than twice as much. Of each pair of an anchor's slot and a token
-    the mask's fp32 number alone is kept, once for all layers and heads; all else is of tokens or of slots."""
+    """Linear in tokens. Twice the anchors weigh no more than twice as much while their slots are fewer than the tokens. Of
+    each pair of a slot and a token the mask's fp32 number alone is kept, once for all layers and heads."""
     peak = {(A, S): peak_of_a_step(A, S, layers) for A in (8, 16) for S in (256, 512, 1024)}
     for A in (8, 16):
         assert peak[A, 1024] - peak[A, 512] == pytest.approx(2 * (peak[A, 512] - peak[A, 256]), rel=0.05)
@@ -157,6 +157,15 @@ def test_what_a_step_weighs(layers):
         assert peak[16, S] < 2 * peak[8, S]
     of_pairs = peak[16, 1024] - peak[16, 512] - peak[8, 1024] + peak[8, 512]
     assert of_pairs / (8 * BLOCK * 512) == pytest.approx(4, abs=0.5)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_what_many_anchors_weigh(layers):
+    """Slots are keys too: with many more of them than tokens a step grows by their square, by the mask's number for each
+    pair, once for all layers and heads; nothing else is of pairs. `flex_attention` makes no mask."""
+    low, middle, high = (peak_of_a_step(A, 200, layers) for A in (48, 96, 144))
+    of_pairs = high - 2 * middle + low
+    assert of_pairs / (2 * (48 * BLOCK) ** 2) == pytest.approx(4, abs=0.5)
 
 
 def test_lengths_compile_flex_few_times(monkeypatch):
