@@ -26,11 +26,12 @@ def bench_refine(
     shortlist: int = 512,
     repeats: int = 20,
 ):
-    """Times one block's refinement in bf16 at a head's shape (the 8B drafter's by default)."""
-    ways = refinement_ways(vocab_size, hidden_size, rank, mlp_width, block_size, shortlist, torch.bfloat16)
+    """Times one block's refinement at a head's shape (the 8B drafter's by default): in bf16, or float32 where this CPU lacks it."""
+    dtype = quick_dtype()
+    ways = refinement_ways(vocab_size, hidden_size, rank, mlp_width, block_size, shortlist, dtype)
     times = time_ways(ways, repeats)
     markov = next(iter(times.values()))
-    table = Table(title=f"One block's refinement, bf16, {torch.get_num_threads()} threads, median of {repeats}")
+    table = Table(title=f"One block's refinement, {measured_with(dtype)}, median of {repeats}")
     for column in ("", "ms", "Markov / this"):
         table.add_column(column, justify="left" if not column else "right")
     for name, value in times.items():
@@ -48,17 +49,19 @@ def bench_objective(
     anchors: Annotated[int, typer.Option(min=8, help="Blocks; a quarter and a half of them are measured first.")] = 64,
     repeats: int = 2,
 ):
-    """Times one step's objective in bf16 and measures its memory, beside the formulas differentiated by autograd."""
+    """
+    Times one step's objective and measures its memory, beside the formulas differentiated by autograd: in bf16, or float32
+    where this CPU lacks it.
+    """
     from .trainer.benchmark import measure, objective_ways, peak_megabytes
 
-    table = Table(
-        title=f"Objective and gradients, V = {vocab_size}, B = {block_size}, {torch.get_num_threads()} threads"
-    )
+    dtype = quick_dtype()
+    table = Table(title=f"Objective and gradients, V = {vocab_size}, B = {block_size}, {measured_with(dtype)}")
     for column in ("", "anchors", "seconds", "anchors/s", "peak MB"):
         table.add_column(column, justify="left" if not column else "right")
     found, before = {}, 0.0
     for name, count in (*(("bounded", anchors // part) for part in (4, 2, 1)), ("dense", anchors)):  # peaks only grow
-        ways = objective_ways(vocab_size, hidden_size, rank, mlp_width, block_size, count, torch.bfloat16)
+        ways = objective_ways(vocab_size, hidden_size, rank, mlp_width, block_size, count, dtype)
         before = before or peak_megabytes()
         seconds, peak = measure(ways[name], repeats)
         found[name] = seconds, megabytes = seconds, peak - before
@@ -68,6 +71,17 @@ def bench_objective(
     console.print(
         f"bounded: {dense_seconds / seconds:.1f} times as fast, {memory:.0f} MB where dense takes {dense_memory:.0f}"
     )
+
+
+def quick_dtype() -> torch.dtype:
+    """What the benches compute in on this CPU."""
+    from .trainer.bfloat16 import multiplies_bf16
+
+    return torch.bfloat16 if multiplies_bf16() else torch.float32
+
+
+def measured_with(dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
 
 
 @lab_app.command()

@@ -16,6 +16,7 @@ from statistics import mean, stdev
 
 from .recipe_runs import make_trainer
 from .recipes import read_recipe
+from .tiny_pair import arithmetic
 
 
 FROZEN = "frozen"  # of a variant: the weights that stay as they start, by the end of their names
@@ -79,6 +80,7 @@ def train_variant(variant: dict, seed: int, folder: Path, steps: int) -> dict:
         "report_to": [],
         "disable_tqdm": True,
         "logging_steps": steps,
+        **arithmetic(),
     }
     changes = {key: value for key, value in variant.items() if key != FROZEN}
     trainer = make_trainer(read_recipe("tiny", settings | changes))

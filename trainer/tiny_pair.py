@@ -44,10 +44,16 @@ def build_tiny(data: Path, out: Path, seed: int = 0) -> None:
     (out / "log.json").write_text(json.dumps(log, indent=1))
 
 
+def arithmetic() -> dict:
+    """The recipe's fields for this CPU: float32 where bf16 would be emulated."""
+    bf16 = multiplies_bf16()
+    return {"bf16": bf16, "target_dtype": "bfloat16" if bf16 else "float32"}
+
+
 def answer(questions: list[str], out: Path, name: str) -> tuple[Dataset, dict]:
     """The target's own greedy answers, in `out/work/name`: rows and their manifest."""
     chats = [[{"role": "user", "content": question}] for question in questions]
-    dtype = "bfloat16" if multiplies_bf16() else "float32"
+    dtype = arithmetic()["target_dtype"]
     settings = AnswerSettings(target=str(out / "target"), max_new_tokens=MAX_ANSWER, batch_size=128, dtype=dtype)
     folder = out / "work" / name
     write_rows(chats, folder, settings, lambda done, _: print(f"{name}: {done} of {len(chats)}", flush=True))
@@ -97,9 +103,7 @@ def train_drafter(out: Path, seed: int) -> None:
     work = out / "work"
     own = {"target": out / "target", "data": work / "answers", "output_dir": work / "drafter-checkpoints"}
     own = {key: str(path) for key, path in own.items()} | {"seed": seed, "disable_tqdm": True}
-    if not multiplies_bf16():
-        own |= {"bf16": False, "target_dtype": "float32"}
-    trainer = run(read_recipe("tiny", own))
+    trainer = run(read_recipe("tiny", own | arithmetic()))
     save_drafter(trainer, out / "drafter")
     history = [{key: round(float(value), 5) for key, value in row.items()} for row in trainer.state.log_history]
     (work / "drafter-log.json").write_text(json.dumps(history, indent=1))

@@ -142,7 +142,6 @@ def test_benches_compute_in_what_the_cpu_has_and_say_so(monkeypatch, bf16, said)
         shown = CliRunner().invoke(app, [name, *options], catch_exceptions=False).output
         assert f", {said}, " in " ".join(shown.split())
     assert set(used) == {getattr(torch, said)}
-    assert shown.count("x") > 4
 
 
 def test_bench_objective_as_typed():
