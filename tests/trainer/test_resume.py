@@ -77,33 +77,47 @@ def test_stopped_and_resumed(tmp_path, bf16, accumulation):
     assert len({str(entry) for entry in seen(path)}) == {1: 10, 2: 18}[accumulation]  # an epoch's fourth step has one
 
 
-def killed_run(folder: str):
-    """Dies by its own hand while it writes the checkpoint of step 6, weights and optimizer on the disk."""
-    trainer, _ = make_run(folder, save_steps=3, gradient_accumulation_steps=2)
-    save = trainer._save_rng_state
+# What a run that dies is killed at: amid the checkpoint of step 6, weights and optimizer on the disk, or amid step 6 behind
+# that of step 5; when checkpoints are written, how many batches each step takes, and from which step a rerun goes on.
+KILLED = {"checkpoint": (3, 2, 3), "step": (5, 1, 5)}
+
+
+def killed_run(folder: str, at: str):
+    """Dies by its own hand."""
+    save_steps, accumulation, _ = KILLED[at]
+    trainer, _ = make_run(folder, save_steps=save_steps, gradient_accumulation_steps=accumulation)
+    save, step = trainer._save_rng_state, trainer.compute_loss
 
     def save_or_die(output_dir: str):
-        if trainer.state.global_step == 6:
+        if at == "checkpoint" and trainer.state.global_step == 6:
             os.kill(os.getpid(), signal.SIGKILL)
         save(output_dir)
 
-    trainer._save_rng_state = save_or_die
+    def step_or_die(*args, **kwargs):
+        loss = step(*args, **kwargs)
+        if at == "step" and trainer.state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    trainer._save_rng_state, trainer.compute_loss = save_or_die, step_or_die
     trainer.train()
 
 
-def test_killed_and_resumed(tmp_path):
-    """By SIGKILL, amid a checkpoint: the rerun passes it over, goes on from the one before, and ends the same."""
-    killed = fresh_process("test_resume", "killed_run", tmp_path / "run")
-    kwargs = {"save_steps": 3, "gradient_accumulation_steps": 2}
+@pytest.mark.parametrize("at", KILLED)
+def test_killed_and_resumed(tmp_path, at):
+    """By SIGKILL: the rerun passes over what was not written to its end, goes on from the checkpoint before, and ends the same."""
+    killed = fresh_process("test_resume", "killed_run", tmp_path / "run", at)
+    save_steps, accumulation, start = KILLED[at]
+    kwargs = {"save_steps": save_steps, "gradient_accumulation_steps": accumulation}
     straight, straight_path = make_run(tmp_path / "straight", **kwargs)
     straight.train()
     assert killed.wait(timeout=120) == -signal.SIGKILL
-    assert (tmp_path / "run" / "checkpoint-6" / "model.safetensors").exists()
+    assert (tmp_path / "run" / "checkpoint-6" / "model.safetensors").exists() == (at == "checkpoint")
     assert seen(tmp_path / "run" / "seen.jsonl") == [entry for entry in seen(straight_path) if entry[0] < 6]
     (tmp_path / "run" / "seen.jsonl").unlink()
     resumed, path = make_run(tmp_path / "run", make_drafter(target(), seed=9), **kwargs)
     resumed.train(resume_from_checkpoint=True)
-    assert seen(path) == seen(straight_path, start=3)
+    assert seen(path) == seen(straight_path, start=start)
     assert losses(resumed) == losses(straight)
     assert moved(resumed.model, hashes(straight.model)) == set()
     assert checkpoints.last_whole_checkpoint(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoint-10")
