@@ -6,9 +6,8 @@ import pytest
 import torch
 from rig import BLOCK, HIDDEN, MASK_TOKEN, TAPS, make_drafter, target
 from torch._dynamo.testing import CompileCounter
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from training import assert_close, batch_of, gradients, make_trainer
+from training import Peak, assert_close, batch_of, gradients, make_trainer
 from transformers.integrations import flex_attention
 from xpress_drafter.trainer import block_attention_mask, cut_blocks
 from xpress_drafter.trainer.blocks import flex_block_mask
@@ -115,24 +114,6 @@ def test_rows_of_the_mask_are_aligned(T):
         assert torch.equal(added, expected.expand_as(visible))
         assert added.stride(-1) == 1 and all(stride % 16 == 0 for stride in added.stride()[:-1])
         assert added.untyped_storage().nbytes() == 4 * 2 * BLOCK * (T + -T % 16)
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that the tensors made inside held at a time; what one operation takes for itself alone is not seen."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes, self.bytes = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for part in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(part, torch.Tensor):
-                storage = part.untyped_storage()
-                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
-        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
-        self.bytes = max(self.bytes, sum(self.sizes.values()))
-        return result
 
 
 def peak_of_a_step(A: int, S: int, layers: int) -> int:

@@ -1,12 +1,16 @@
 """The objective, against slow references, closed forms and the left-to-right decode."""
 
+from collections import Counter
+
 import pytest
 import torch
 from rig import BLOCK, HIDDEN, VOCAB, make_drafter, target
-from training import assert_close, batch_of, gradients, make_rows, make_trainer
+from torch.utils._python_dispatch import TorchDispatchMode
+from training import Peak, assert_close, batch_of, gradients, make_rows, make_trainer
 from xpress_drafter.generation import resolve_block
 from xpress_drafter.modeling_xpress import previous_tokens
 from xpress_drafter.trainer import bounded, position_weights, slot_loss, xpress_objective
+from xpress_drafter.trainer.benchmark import objective_ways
 from xpress_drafter.trainer.bounded import ObjectiveInputs, bounded_objective, slot_loss_and_gradient_
 from xpress_drafter.trainer.metrics import kept
 
@@ -181,6 +185,54 @@ def test_bounded_form_equals_the_formula(kind, chunk, num_rounds, monkeypatch):
     ours = torch.autograd.grad(3 * loss, [blocks.h, *parameters])
     theirs = torch.autograd.grad(3 * expected_loss, [blocks.h, *parameters])
     assert_close(dict(enumerate(ours)), dict(enumerate(theirs)))
+
+
+class Softmaxes(TorchDispatchMode):
+    """The shapes of all softmaxes that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._softmax.default:
+            self.shapes[tuple(args[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_teacher_is_taken_once_for_all_terms(monkeypatch):
+    """One softmax of the teacher's positions, each of them once, beside one of every term's own logits."""
+    monkeypatch.setattr(bounded, "SLICE", 2**23)
+    blocks = Blocks()
+    states, index = torch.randn(11, HIDDEN), torch.arange(P).expand(M, P)
+    inputs = ObjectiveInputs(
+        blocks.head, blocks.tokens, blocks.predecessors, states, index, blocks.weights, 3, 0.1, 0.3, 0.6
+    )
+    with Softmaxes() as softmaxes:
+        bounded_objective(blocks.refiner, blocks.h, inputs)
+    assert softmaxes.shapes == {(P, VOCAB): 1, (M * P, VOCAB): 5}  # base, teacher-forced, three rounds
+
+
+# 64 blocks of 16 slots, as the issue says; a vocabulary of 49,152 and what is carried at a time, both a 24th as large.
+SHAPE = {"vocab_size": 2048, "hidden_size": 48, "rank": 16, "mlp_width": 32, "block_size": 16, "dtype": torch.float32}
+
+
+def peak_of_the_objective(way: str, anchors: int) -> int:
+    """The most bytes that one step's loss and gradients hold, beyond inputs, weights and the weights' gradients."""
+    step = objective_ways(anchors=anchors, **SHAPE)[way]
+    with Peak() as peak:
+        step()
+    return peak.bytes
+
+
+def test_bounded_form_is_small(monkeypatch):
+    """At most a third of what autograd keeps of the formula; twice the blocks add only their states' gradients."""
+    monkeypatch.setattr(bounded, "CHUNK", 2**23 // 24)
+    dense, few, many = (
+        peak_of_the_objective(way, anchors) for way, anchors in (("dense", 64), ("bounded", 64), ("bounded", 128))
+    )
+    assert few < dense / 3
+    assert 0 <= many - few < 3 * 64 * SHAPE["block_size"] * SHAPE["hidden_size"] * 4
 
 
 def test_bounded_form_of_what_is_frozen_and_of_nothing():

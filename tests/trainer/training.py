@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 from rig import MASK_TOKEN, make_drafter, target
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback
 from xpress_drafter.trainer import XPressTrainer, XPressTrainingArguments
 
@@ -95,6 +97,24 @@ class Gradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
         self.steps.append(gradients(model))
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that the tensors made inside held at a time; what one operation takes for itself alone is not seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.bytes = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for part in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(part, torch.Tensor):
+                storage = part.untyped_storage()
+                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
+        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
+        self.bytes = max(self.bytes, sum(self.sizes.values()))
+        return result
 
 
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float = 1e-6):
