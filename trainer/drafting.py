@@ -53,15 +53,18 @@ def block_chunks(
 
 
 @torch.no_grad()
-def own_draft(drafter: XPressModel, h_MBH: torch.Tensor, inputs: ObjectiveInputs) -> torch.Tensor:
-    """The tokens `[M, P]` that `generate` would draft for these blocks, greedy, with the drafter's own passes."""
+def own_draft(
+    drafter: XPressModel, h_MBH: torch.Tensor, inputs: ObjectiveInputs, num_passes: int | None = None
+) -> torch.Tensor:
+    """The tokens `[M, P]` that `generate` would draft for these blocks, greedy; with the drafter's own passes where omitted."""
     config, refiner, drafts = drafter.config, drafter.refiner, []
+    passes = config.xpress_num_passes if num_passes is None else num_passes
     for h, part in block_chunks(config, h_MBH, inputs):
         base, anchors = part.head(h[:, 1:]), part.tokens_MB[:, 0]
         if config.refiner_type == "markov":
             drafts.append(resolve_left_to_right(refiner, base, anchors))
         else:
-            passes, shortlist = config.xpress_num_passes, config.xpress_topc
+            shortlist = config.xpress_topc
             drafts.append(
                 resolve_block(refiner, h, base, part.predecessors_M, anchors, passes, shortlist_size=shortlist)
             )

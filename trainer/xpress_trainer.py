@@ -180,18 +180,7 @@ class XPressTrainer(Trainer):
         blocks = self.cut_blocks(inputs)
         features, states_NSH = self.read_target(inputs)
         counted_MB = blocks.counted[blocks.valid]
-        objective_inputs = ObjectiveInputs(
-            head=partial(self.head, dtype=features.dtype),
-            tokens_MB=blocks.tokens[blocks.valid],
-            predecessors_M=blocks.predecessors[blocks.valid],
-            teacher_states_SH=states_NSH.flatten(0, 1),
-            teacher_index_MP=teacher_positions(blocks, states_NSH.shape[1]),
-            weights_MP=self.slot_weights(counted_MB),
-            num_rounds=self.args.num_rounds,
-            ce_weight=self.args.ce_weight,
-            lambda_c=self.args.lambda_consistency,
-            lambda_b=anchor_scale * self.lambda_anchor(self.state.global_step / max(self.state.max_steps, 1)),
-        )
+        objective_inputs = self.objective_inputs(blocks, features.dtype, states_NSH, anchor_scale)
 
         def draft_and_compare(drafter: XPressModel):
             h_NABH = draft_blocks(drafter, self.target, features, blocks, inputs["attention_mask"])
@@ -204,6 +193,28 @@ class XPressTrainer(Trainer):
         self._sums.add_terms(terms, self.totals(counted_MB), *truth)
         self._sums.add_draft(draft_MP, *truth)
         return loss, terms
+
+    def objective_inputs(
+        self,
+        blocks: Blocks,
+        dtype: torch.dtype,
+        states_NSH: torch.Tensor,
+        anchor_scale: float | torch.Tensor = 1.0,
+    ) -> ObjectiveInputs:
+        """What the objective reads of the valid blocks, besides the drafter's states; the head computes in `dtype`."""
+        progress = self.state.global_step / max(self.state.max_steps, 1)
+        return ObjectiveInputs(
+            head=partial(self.head, dtype=dtype),
+            tokens_MB=blocks.tokens[blocks.valid],
+            predecessors_M=blocks.predecessors[blocks.valid],
+            teacher_states_SH=states_NSH.flatten(0, 1),
+            teacher_index_MP=teacher_positions(blocks, states_NSH.shape[1]),
+            weights_MP=self.slot_weights(blocks.counted[blocks.valid]),
+            num_rounds=self.args.num_rounds,
+            ce_weight=self.args.ce_weight,
+            lambda_c=self.args.lambda_consistency,
+            lambda_b=anchor_scale * self.lambda_anchor(progress),
+        )
 
     def weighted_objective(self, drafter: XPressModel, h_MBH: torch.Tensor, inputs: ObjectiveInputs):
         """`bounded_objective` with the weights that the arguments ask for."""
