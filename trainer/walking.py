@@ -13,19 +13,20 @@ from ..generation.pairing_xpress import check_options
 from .drafting import draft_blocks, own_draft
 from .metrics import kept
 from .wrapping import bare_drafter, inside_forward
+from .xpress_trainer import XPressTrainer
 
 
 ANCHORS = 32  # of a row, drafted from at a time
 
 
 @torch.no_grad()
-def walked_tau(trainer, rows: Iterable[dict], passes: Sequence[int | None]) -> dict[int | None, float]:
+def walked_tau(trainer: XPressTrainer, rows: Iterable[dict], passes: Sequence[int | None]) -> dict[int | None, float]:
     """
     Tau (accepted + 1) of the rounds in which `generate` would write the rows' supervised spans, for every number of Jacobi
     passes; exact where the spans are the target's own greedy answers. Every process walks all rows.
 
     Args:
-        trainer (`XPressTrainer`): Of the drafter and its target.
+        trainer: Of the drafter and its target.
         rows: Rows of `input_ids` and `loss_mask`.
         passes: Numbers of passes; `None` for the drafter's own way.
     """
@@ -45,7 +46,9 @@ def walked_tau(trainer, rows: Iterable[dict], passes: Sequence[int | None]) -> d
     return {number: accepted[number] / rounds[number] + 1 for number in passes}
 
 
-def accepted_everywhere(trainer, batch: dict, passes: Sequence[int | None]) -> dict[int | None, list[int]]:
+def accepted_everywhere(
+    trainer: XPressTrainer, batch: dict, passes: Sequence[int | None]
+) -> dict[int | None, list[int]]:
     """How many draft tokens would be kept of a block at every position of one row; 0 where no block can begin."""
     mask_S = batch["loss_mask"][0]
     features, states = trainer.read_target(batch)
