@@ -16,9 +16,8 @@ from torch import nn
 eval_app = typer.Typer()
 console = Console(highlight=False)
 SUMMARY, REPORT = "summary.json", "report.md"
-TIMING = (
-    2  # what the time shares mean; since 2, "draft" has the target's head on the backbone's states, "refine" had it
-)
+# What the time shares mean: since 2 "draft" has the target's head on the backbone's states, before "refine" had it.
+TIMING = 2
 DRAFTERS = ("drafter", "markov", "dflash")  # roles of models that our loop decodes with
 
 Drafter = Annotated[str | None, typer.Option(help="Hub id or folder of its xPress drafter.")]

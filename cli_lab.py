@@ -27,6 +27,8 @@ def bench_refine(
     repeats: int = 20,
 ):
     """Times one block's refinement at a head's shape (the 8B drafter's by default): in bf16, or float32 where this CPU lacks it."""
+    from .trainer.bfloat16 import quick_dtype
+
     dtype = quick_dtype()
     ways = refinement_ways(vocab_size, hidden_size, rank, mlp_width, block_size, shortlist, dtype)
     times = time_ways(ways, repeats)
@@ -54,6 +56,7 @@ def bench_objective(
     where this CPU lacks it.
     """
     from .trainer.benchmark import measure, objective_ways, peak_megabytes
+    from .trainer.bfloat16 import quick_dtype
 
     dtype = quick_dtype()
     table = Table(title=f"Objective and gradients, V = {vocab_size}, B = {block_size}, {measured_with(dtype)}")
@@ -71,13 +74,6 @@ def bench_objective(
     console.print(
         f"bounded: {dense_seconds / seconds:.1f} times as fast, {memory:.0f} MB where dense takes {dense_memory:.0f}"
     )
-
-
-def quick_dtype() -> torch.dtype:
-    """What the benches compute in on this CPU."""
-    from .trainer.bfloat16 import multiplies_bf16
-
-    return torch.bfloat16 if multiplies_bf16() else torch.float32
 
 
 def measured_with(dtype: torch.dtype) -> str:

@@ -20,6 +20,11 @@ def multiplies_bf16(device: str | torch.device = "cpu") -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def quick_dtype(device: str | torch.device = "cpu") -> torch.dtype:
+    """What to compute in on `device` where rounding is of no concern: bf16 where it multiplies in it, else float32."""
+    return torch.bfloat16 if multiplies_bf16(device) else torch.float32
+
+
 def warn_of_slow_bf16(setting: str, remedy: str, device: str | torch.device = "cpu") -> None:
     """Warns where `setting` asks for bf16 of a device that has no instructions for it; `remedy` is what to set instead."""
     if not multiplies_bf16(device):

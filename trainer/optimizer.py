@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from .bfloat16 import multiplies_bf16
+from .bfloat16 import quick_dtype
 
 
 TABLES = ("embed", "lm_head", "w1", "w2")  # one row per token: no hidden matrices, though of two dimensions
@@ -20,7 +20,7 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     where the device multiplies in it. As `torch.optim.Muon`, which is in bf16 everywhere.
     """
     m, n = matrix.shape
-    x = matrix.to(torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32)
+    x = matrix.to(quick_dtype(matrix.device))
     x = x.T if m > n else x
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):

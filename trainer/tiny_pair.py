@@ -16,7 +16,7 @@ from pathlib import Path
 from datasets import Dataset
 
 from .answers import AnswerSettings, write_rows
-from .bfloat16 import multiplies_bf16
+from .bfloat16 import quick_dtype
 from .recipe_runs import run, save_drafter
 from .recipes import read_recipe
 from .row_folder import load_rows
@@ -46,8 +46,8 @@ def build_tiny(data: Path, out: Path, seed: int = 0) -> None:
 
 def arithmetic() -> dict:
     """The recipe's fields for this CPU: float32 where bf16 would be emulated."""
-    bf16 = multiplies_bf16()
-    return {"bf16": bf16, "target_dtype": "bfloat16" if bf16 else "float32"}
+    name = str(quick_dtype()).removeprefix("torch.")
+    return {"bf16": name == "bfloat16", "target_dtype": name}
 
 
 def answer(questions: list[str], out: Path, name: str) -> tuple[Dataset, dict]:

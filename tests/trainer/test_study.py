@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 from xpress_drafter import cli_lab
 from xpress_drafter.cli import TINY, app
-from xpress_drafter.trainer import benchmark, bfloat16, study, tiny_pair
+from xpress_drafter.trainer import benchmark, bfloat16, study
 from xpress_drafter.trainer.benchmark import measure, objective_ways, peak_megabytes
 from xpress_drafter.trainer.recipe_runs import make_trainer
 from xpress_drafter.trainer.recipes import read_recipe
@@ -56,7 +56,7 @@ def test_the_command(built, monkeypatch):
 
 
 def test_no_mixer_means_none(built, monkeypatch):
-    monkeypatch.setattr(tiny_pair, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(bfloat16, "multiplies_bf16", lambda device: False)
     kept = []
 
     def keep(recipe):
@@ -73,10 +73,10 @@ def test_no_mixer_means_none(built, monkeypatch):
 
 def test_arithmetic_is_the_cpu_s(monkeypatch):
     """Of the drafter and of the study: the recipe's bf16 only where the CPU has it."""
-    monkeypatch.setattr(tiny_pair, "multiplies_bf16", lambda: True)
+    monkeypatch.setattr(bfloat16, "multiplies_bf16", lambda device: True)
     recipe = read_recipe("tiny")
     assert arithmetic() == {"bf16": recipe.setting("bf16"), "target_dtype": recipe.target_dtype}
-    monkeypatch.setattr(tiny_pair, "multiplies_bf16", lambda: False)
+    monkeypatch.setattr(bfloat16, "multiplies_bf16", lambda device: False)
     assert arithmetic() == {"bf16": False, "target_dtype": "float32"}
 
 
@@ -123,7 +123,7 @@ def test_memory_is_measured():
 
 @pytest.mark.parametrize(("bf16", "said"), [(True, "bfloat16"), (False, "float32")])
 def test_benches_compute_in_what_the_cpu_has_and_say_so(monkeypatch, bf16, said):
-    monkeypatch.setattr(bfloat16, "multiplies_bf16", lambda: bf16)
+    monkeypatch.setattr(bfloat16, "multiplies_bf16", lambda device: bf16)
     sizes = ["--vocab-size", "256", "--hidden-size", "32", "--repeats", "1"]
     objective = [*sizes, "--anchors", "8"]
     refine = [*sizes, "--rank", "8", "--mlp-width", "16", "--block-size", "4", "--shortlist", "16"]

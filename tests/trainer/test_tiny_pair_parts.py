@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from xpress_drafter.trainer import bfloat16
-from xpress_drafter.trainer import optimizer as optimizer_module
 from xpress_drafter.trainer.bfloat16 import multiplies_bf16, warn_of_slow_bf16
 from xpress_drafter.trainer.optimizer import MuonAdamW, orthogonalized
 from xpress_drafter.trainer.tiny_pair import vary_questions
@@ -50,7 +49,7 @@ def step(model, optimizer):
 
 def test_matrices_go_to_muon_and_the_rest_to_adamw(monkeypatch):
     """In bf16 as torch's own Muon, to the last bit."""
-    monkeypatch.setattr(optimizer_module, "multiplies_bf16", lambda device: True)
+    monkeypatch.setattr(bfloat16, "multiplies_bf16", lambda device: True)
     model = small_model()
     optimizer = MuonAdamW(model.named_parameters(), muon_lr=0.02, adamw_lr=1e-3)
     muon, adamw = (group["params"] for group in optimizer.param_groups)
@@ -80,7 +79,7 @@ def test_a_step_in_float32_is_that_in_bf16_without_its_rounding(monkeypatch, sha
     matrix = nn.init.orthogonal_(torch.empty(shape)) * torch.linspace(0.5, 2.0, shape[1])
     steps = {}
     for bf16 in (True, False):
-        monkeypatch.setattr(optimizer_module, "multiplies_bf16", lambda device, bf16=bf16: bf16)
+        monkeypatch.setattr(bfloat16, "multiplies_bf16", lambda device, bf16=bf16: bf16)
         steps[bf16] = orthogonalized(matrix)
     assert [steps[bf16].dtype for bf16 in (True, False)] == [torch.bfloat16, torch.float32]
     assert torch.allclose(steps[True].float(), steps[False], atol=0.05)
