@@ -1,4 +1,4 @@
-"""`xpress data` and `xpress train`: from prompts to a drafter of one's own, each command resumable."""
+"""`xpress data`, `xpress train` and `xpress walk`: from prompts to a drafter of one's own, and what it reaches on rows."""
 
 import json
 import time
@@ -177,6 +177,46 @@ def train(
         f"{trainer.state.global_step} steps; the drafter lies in {folder}. Simulated tau on the last logged training rows "
         f"(accepted + 1): {last or 'none logged'}."
     )
+
+
+@training_app.command()
+def walk(
+    rows: Annotated[list[Path], typer.Argument(exists=True, help="Folders that `xpress data` made, greedily.")],
+    target: Annotated[str, typer.Option(help="Hub id or folder of the target.")],
+    drafter: Annotated[str, typer.Option(help="Hub id or folder of its drafter.")],
+    passes: Annotated[
+        list[int] | None,
+        typer.Option(min=0, help="Jacobi passes K; may be given several times. The drafter's own if omitted."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="First rows of every folder only.")] = None,
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of target and drafter.")] = "float32",
+    out: Annotated[Path | None, typer.Option(help="JSON file for the numbers.")] = None,
+):
+    """
+    Tau that `generate` would reach on rows of the target's greedy answers, read many positions at a time: many times faster than
+    drafting them anew, and says nothing of speed.
+    """
+    from transformers.utils import logging
+
+    from .generation.evaluation_runs import write_json
+    from .trainer.walking import walk_folders
+
+    logging.disable_progress_bar()
+    table = Table(title=f"Tau of {drafter}, walked")
+    found = {}
+    try:
+        for folder, taus in walk_folders(rows, target, drafter, passes or [None], limit, dtype):
+            if not found:
+                table.add_column("rows")
+                for number in taus:
+                    table.add_column("own passes" if number is None else f"K = {number}", justify="right")
+            found[str(folder)] = {str(number): tau for number, tau in taus.items()}
+            table.add_row(str(folder), *(f"{tau:.3f}" for tau in taus.values()))
+            if out is not None:
+                write_json(out, found)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console.print(table)
 
 
 def show_plan(plan, devices: int):

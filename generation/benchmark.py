@@ -17,6 +17,7 @@ def head_shape(vocab_size: int, hidden_size: int, rank: int, mlp_width: int, blo
     """What `XPressHead` and `MarkovHead` read of a config."""
     return SimpleNamespace(
         vocab_size=vocab_size,
+        draft_vocab_size=None,
         hidden_size=hidden_size,
         block_size=block_size,
         xpress_rank=rank,

@@ -96,6 +96,8 @@ class XPressCandidateGenerator(CandidateGenerator):
         config = drafter.config
         self.drafter, self.target = drafter, target
         self.block_size, self.layer_ids = config.block_size, config.target_layer_ids
+        self.vocabulary = drafter.vocabulary
+        self.head = self.vocabulary.head(target)
         self.num_passes = config.xpress_num_passes if num_passes is None else num_passes
         self.shortlist_size = config.xpress_topc if shortlist_size is None else shortlist_size
         self.max_length = generation_config.max_length
@@ -183,13 +185,13 @@ class XPressCandidateGenerator(CandidateGenerator):
         return h
 
     def guess(self, h: torch.Tensor) -> torch.Tensor:
-        """The base logits of the draft slots `[1, P, V]`, by the target's own head: still the backbone's drafting."""
-        return base_logits(self.target, h[:, 1:].to(self.head_dtype)).to(h.device)
+        """The base logits of the draft slots `[1, P, D]`, by the target's own head: still the backbone's drafting."""
+        return base_logits(self.target, h[:, 1:].to(self.head_dtype), self.head).to(h.device)
 
     def refine(self, h: torch.Tensor, base: torch.Tensor, input_ids: torch.LongTensor) -> Draft:
         """The block's draft tokens from its states and base logits, by the refiner's own way."""
         anchor, predecessor = input_ids[:, -1].to(h.device), input_ids[:, -2:][:, 0].to(h.device)
-        how = {"sample": self.sample, "warp": self.warp}
+        how = {"sample": self.sample, "warp": self.warp, "vocabulary": self.vocabulary}
         if self.drafter.config.refiner_type == "markov":
             return resolve_left_to_right(self.drafter.refiner, base, anchor, **how)
         return resolve_block(

@@ -147,9 +147,15 @@ def export_released(drafter: XPressDrafterModel, folder: str | Path) -> None:
 
     vLLM (from 0.33) serves such a folder without remote code, with `method` "dflash"; our own class reads it too.
     """
+    config = drafter.config
+    if config.draft_vocab_size is not None:
+        raise ValueError(
+            f"the drafter drafts {config.draft_vocab_size} of its target's {config.vocab_size} tokens (`draft_vocab_size`), expected "
+            "all of them, which is what readers of the released form take: train it without `draft_vocab_size`, or publish its "
+            "folder with its own code."
+        )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = drafter.config
     left_out = {"auto_map", "num_draft_tokens", "target_layer_ids_start"}
     if config.refiner_type != "xpress":
         left_out |= {"xpress_num_passes", "xpress_topc"}

@@ -53,6 +53,8 @@ class XPressDrafterConfig(Qwen3Config):
         target_fingerprint (`list[float]`): `embedding_fingerprint` of the target trained for: tells others of its size.
         trained_length (`int`): Tokens of the longest row trained on; drafting goes on behind it, with a warning. 0 before
             any training, `None` where it is not known.
+        draft_vocab_size (`int`): Tokens that can be drafted, D; the weights' `d2t` says which. The target's whole vocabulary
+            where omitted.
         sample_from_anchor (`bool`): Whether slot k predicts the token after position a + k ("shift"). Only `False`
             ("fill-in": slot k predicts position a + k) is read.
         xpress_rank, xpress_mlp_hidden, xpress_block_size (`int`): Rank R, MLP width m and block size of the causal
@@ -71,6 +73,7 @@ class XPressDrafterConfig(Qwen3Config):
     num_target_layers: int | None = None
     target_fingerprint: list[float] | None = None
     trained_length: int | None = None
+    draft_vocab_size: int | None = None
     sample_from_anchor: bool = False
     xpress_rank: int | None = None
     xpress_mlp_hidden: int | None = None
@@ -196,6 +199,11 @@ class XPressDrafterConfig(Qwen3Config):
         if self.xpress_num_passes < 0 or self.xpress_topc < 0:
             raise ValueError(
                 f"`xpress_num_passes`={self.xpress_num_passes} and `xpress_topc`={self.xpress_topc}: expected 0 or more."
+            )
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` is {self.draft_vocab_size}, expected 1 to `vocab_size`={self.vocab_size}, or None for the "
+                "target's whole vocabulary."
             )
         if set(self.layer_types) != {"full_attention"}:
             raise ValueError(f"`layer_types` is {self.layer_types}, expected 'full_attention' in every drafter layer.")

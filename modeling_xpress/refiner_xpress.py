@@ -4,7 +4,8 @@ Both turn the block's independent guesses into dependent ones: `refined = base +
 slot k read only tokens of slots before k. The work is cut in three, so that what does not depend on the tokens is
 done once per block: `begin_block`, then `latents` in every pass, then the readout `w2`.
 
-Shapes: N rows, B slots of a block (slot 0 is the anchor), H hidden, R rank, V vocabulary, M width of the MLP.
+Shapes: N rows, B slots of a block (slot 0 is the anchor), H hidden, R rank, V columns of draft logits (the vocabulary, or
+the draft vocabulary), M width of the MLP.
 `prev[k]` is the token before slot k: the predecessor for slot 0, the anchor for slot 1, then the draft tokens.
 """
 
@@ -49,7 +50,7 @@ class XPressHead(nn.Module):
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)  # reads hidden, summary, token, in this order
         self.mix = CausalMixer(rank, config.block_size)
         self.mlp = GatedMLP(rank, config.xpress_mlp_hidden)
-        self.w2 = nn.Linear(rank, config.vocab_size, bias=False)
+        self.w2 = nn.Linear(rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
     def begin_block(self, h_NBH: torch.Tensor) -> torch.Tensor:
         """The part of the latents that no token changes `[N, B, R]`: each slot's own state and the block's mean."""
@@ -80,7 +81,7 @@ class MarkovHead(nn.Module):
         super().__init__()
         self.rank = config.markov_rank
         self.markov_w1 = nn.Embedding(config.vocab_size, config.markov_rank)
-        self.markov_w2 = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+        self.markov_w2 = nn.Linear(config.markov_rank, config.draft_vocab_size or config.vocab_size, bias=False)
 
     @property
     def w1(self) -> nn.Embedding:

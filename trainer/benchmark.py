@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from ..generation.benchmark import head_shape
-from ..modeling_xpress import XPressHead
+from ..modeling_xpress import DraftVocabulary, XPressHead
 from .arguments import XPressTrainingArguments
 from .bounded import ObjectiveInputs, bounded_objective
 from .objective import position_weights, xpress_objective
@@ -27,6 +27,7 @@ def objective_ways(
     h_MBH = torch.randn(M, block_size, hidden_size, requires_grad=True)
     inputs = ObjectiveInputs(
         head=lambda h: head(h.to(dtype).contiguous()),
+        vocabulary=DraftVocabulary(vocab_size),
         tokens_MB=torch.randint(vocab_size, (M, block_size)),
         predecessors_M=torch.randint(vocab_size, (M,)),
         teacher_states_SH=torch.randn(2 * M, hidden_size, dtype=dtype),

@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from ..modeling_xpress import DraftVocabulary
+
 
 class Blocks(NamedTuple):
     anchors: torch.Tensor  # [N, A] position of the anchor, ascending; 0 where there is none
     valid: torch.Tensor  # [N, A] whether there is one
     tokens: torch.Tensor  # [N, A, B] the sequence's tokens at a + k: the anchor, then the labels
-    counted: torch.Tensor  # [N, A, B] slots that enter the loss; slot 0 never does
+    counted: torch.Tensor  # [N, A, B] slots that must be predicted; slot 0 never is
+    learned: torch.Tensor  # [N, A, B] those that enter the loss: none from the first label on that cannot be drafted
     predecessors: torch.Tensor  # [N, A] token before the anchor; the anchor itself at a document's start
     positions: torch.Tensor  # [N, A, B] positions inside their document
 
@@ -69,8 +72,12 @@ def cut_blocks(
     valid_NA: torch.Tensor,
     block_size: int,
     document_ids_NS: torch.Tensor | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> Blocks:
-    """Everything that a step needs to know of its blocks. A block ends with its sequence and with its document."""
+    """
+    Everything that a step needs to know of its blocks. A block ends with its sequence and with its document. Without a
+    `vocabulary` every label can be drafted.
+    """
     N, S = input_ids_NS.shape
     if document_ids_NS is None:
         document_ids_NS = torch.zeros_like(input_ids_NS)
@@ -90,7 +97,11 @@ def cut_blocks(
     has_predecessor = (anchors_NA > 0) & (at(document_ids_NS, before) == at(document_ids_NS, anchors_NA))
     predecessors = torch.where(has_predecessor, at(input_ids_NS, before), at(input_ids_NS, anchors_NA))
     positions = at(document_positions(document_ids_NS), anchors_NA)[..., None] + slots
-    return Blocks(anchors_NA, valid_NA, at(input_ids_NS, indices), counted, predecessors, positions)
+    tokens, learned = at(input_ids_NS, indices), counted
+    if vocabulary is not None:
+        _, draftable = vocabulary.columns(tokens)
+        learned = counted & (draftable | (slots == 0)).cumprod(dim=-1).bool()
+    return Blocks(anchors_NA, valid_NA, tokens, counted, learned, predecessors, positions)
 
 
 def document_positions(document_ids_NS: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,8 @@ fixed sum of terms, and a block needs no other block. So a chunk of blocks is ca
 gradient, before the next one begins. Alive at a time are, of one chunk: the base logits and their gradient, one term's
 logits (which become its gradient in place), and the teacher in fp32, taken once for all terms.
 
-Shapes: M blocks (of a chunk where so said), B slots, P = B - 1 draft slots, Q = M * P rows, V vocabulary, H hidden,
-R rank.
+Shapes: M blocks (of a chunk where so said), B slots, P = B - 1 draft slots, Q = M * P rows, V columns of draft logits (the
+vocabulary, or the draft vocabulary), H hidden, R rank.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..generation import row_argmax
-from ..modeling_xpress import previous_tokens
+from ..modeling_xpress import DraftVocabulary, previous_tokens
 from .objective import ObjectiveTerms
 
 
@@ -32,11 +32,12 @@ class ObjectiveInputs(NamedTuple):
     predecessors_M: torch.Tensor  # the token before each anchor
     teacher_states_SH: torch.Tensor  # the target's last states, which the head turns into its distributions
     teacher_index_MP: torch.Tensor  # the row of `teacher_states_SH` that predicts each draft slot
-    weights_MP: torch.Tensor  # position weight of every counted slot, 0 where it does not count
+    weights_MP: torch.Tensor  # position weight of every slot that is learned, 0 where it is not
     num_rounds: int
     ce_weight: float
     lambda_c: float
     lambda_b: float
+    vocabulary: DraftVocabulary  # what the logits' columns stand for; the teacher's distribution is over them, too
 
     def chunk(self, blocks: slice) -> "ObjectiveInputs":
         per_block = ("tokens_MB", "predecessors_M", "teacher_index_MP", "weights_MP")
@@ -138,9 +139,9 @@ class _Chunk:
 
     def choose_and_differentiate_(self, logits_QV, coefficient: float):
         """Summed loss, arg-max tokens `[M, P]`, and the logits overwritten with the gradient of coefficient * loss."""
-        weights_MP, labels_Q = self.inputs.weights_MP, self.inputs.tokens_MB[:, 1:].flatten()
-        guess_MP = row_argmax(logits_QV).view(weights_MP.shape)
-        guess_Q, weights_Q = guess_MP.flatten(), weights_MP.flatten()
+        vocabulary, weights_MP = self.inputs.vocabulary, self.inputs.weights_MP
+        labels_Q, _ = vocabulary.columns(self.inputs.tokens_MB[:, 1:].flatten())
+        guess_Q, weights_Q = row_argmax(logits_QV), weights_MP.flatten()
         loss_Q = torch.empty_like(weights_Q)
         Q, V = logits_QV.shape
         for rows in _slices(Q, SLICE // V if logits_QV.device.type == "cpu" else Q):
@@ -153,7 +154,7 @@ class _Chunk:
                 self.inputs.ce_weight,
                 coefficient * weights_Q[rows],
             )
-        return (loss_Q * weights_Q).sum(), guess_MP, logits_QV
+        return (loss_Q * weights_Q).sum(), vocabulary.tokens(guess_Q).view(weights_MP.shape), logits_QV
 
     def backward(self) -> torch.Tensor:
         """Carries the logits' and latents' gradients on to the refiner's parameters; returns that of the states."""

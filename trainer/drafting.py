@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..generation import resolve_block, resolve_left_to_right
-from ..modeling_xpress import XPressDrafterConfig, XPressModel, previous_tokens
+from ..modeling_xpress import XPressModel, previous_tokens
 from .blocks import Blocks, block_attention_mask, document_positions, flex_block_mask
 from .bounded import CHUNK, ObjectiveInputs
 from .wrapping import to_target
@@ -42,11 +42,9 @@ def draft_blocks(
     return h.view(N, A, B, -1)
 
 
-def block_chunks(
-    config: XPressDrafterConfig, h_MBH: torch.Tensor, inputs: ObjectiveInputs
-) -> Iterator[tuple[torch.Tensor, ObjectiveInputs]]:
+def block_chunks(h_MBH: torch.Tensor, inputs: ObjectiveInputs) -> Iterator[tuple[torch.Tensor, ObjectiveInputs]]:
     """As many blocks at a time as have `CHUNK` logits, at least one."""
-    size = max(1, CHUNK // (config.num_draft_tokens * config.vocab_size))
+    size = max(1, CHUNK // (inputs.weights_MP.shape[1] * len(inputs.vocabulary)))
     for start in range(0, len(h_MBH), size):
         blocks = slice(start, start + size)
         yield h_MBH[blocks], inputs.chunk(blocks)
@@ -59,15 +57,13 @@ def own_draft(
     """The tokens `[M, P]` that `generate` would draft for these blocks, greedy; with the drafter's own passes where omitted."""
     config, refiner, drafts = drafter.config, drafter.refiner, []
     passes = config.xpress_num_passes if num_passes is None else num_passes
-    for h, part in block_chunks(config, h_MBH, inputs):
+    for h, part in block_chunks(h_MBH, inputs):
         base, anchors = part.head(h[:, 1:]), part.tokens_MB[:, 0]
         if config.refiner_type == "markov":
-            drafts.append(resolve_left_to_right(refiner, base, anchors))
+            drafts.append(resolve_left_to_right(refiner, base, anchors, vocabulary=part.vocabulary))
         else:
-            shortlist = config.xpress_topc
-            drafts.append(
-                resolve_block(refiner, h, base, part.predecessors_M, anchors, passes, shortlist_size=shortlist)
-            )
+            how = {"shortlist_size": config.xpress_topc, "vocabulary": part.vocabulary}
+            drafts.append(resolve_block(refiner, h, base, part.predecessors_M, anchors, passes, **how))
     return torch.cat([draft.tokens for draft in drafts])
 
 
@@ -75,10 +71,11 @@ def own_draft(
 def label_probabilities(drafter: XPressModel, h_MBH: torch.Tensor, inputs: ObjectiveInputs) -> torch.Tensor:
     """The drafter's probability of every slot's label, given the true tokens before it `[M, P]`, fp32."""
     refiner, found = drafter.refiner, []
-    for h, part in block_chunks(drafter.config, h_MBH, inputs):
+    for h, part in block_chunks(h_MBH, inputs):
         logits, labels = part.head(h[:, 1:]), part.tokens_MB[:, 1:]
         if refiner is not None:
             prev = previous_tokens(part.predecessors_M, part.tokens_MB[:, 0], labels)
             logits = logits + refiner.w2(refiner.latents(refiner.begin_block(h), prev)[:, 1:])
-        found.append(logits.float().softmax(dim=-1).gather(-1, labels[..., None]).squeeze(-1))
+        columns, _ = part.vocabulary.columns(labels)
+        found.append(logits.float().softmax(dim=-1).gather(-1, columns[..., None]).squeeze(-1))
     return torch.cat(found)

@@ -6,7 +6,8 @@
 Base logits, hidden states and the refiner's per-block part carry gradient from every term; only the guesses, being
 arg-maxima, are detached. The rounds are the Jacobi passes of generation, so that what is trained is what runs.
 
-Shapes: M blocks, B slots, P = B - 1 draft slots, V vocabulary, H hidden.
+Shapes: M blocks, B slots, P = B - 1 draft slots, V columns of draft logits (the vocabulary, or the draft vocabulary), H
+hidden.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from ..generation import row_argmax
-from ..modeling_xpress import previous_tokens
+from ..modeling_xpress import DraftVocabulary, previous_tokens
 
 
 class ObjectiveTerms(NamedTuple):
@@ -63,6 +64,7 @@ def xpress_objective(
     *,
     num_rounds: int,
     ce_weight: float,
+    vocabulary: DraftVocabulary | None = None,
 ) -> ObjectiveTerms:
     """
     All terms of the objective, as the formulas say; autograd keeps all logits. Training runs `bounded_objective`, the same
@@ -75,14 +77,17 @@ def xpress_objective(
         tokens_MB: The data's tokens: the anchor, then the labels.
         predecessors_M: The token before each anchor.
         teacher_MPV: The target's distribution for each draft slot, fp32.
-        weights_MP: Position weight of every counted slot, 0 where it does not count.
+        weights_MP: Position weight of every slot that is learned, 0 where it is not.
+        vocabulary: What the logits' columns stand for; the vocabulary where omitted.
     """
     anchors_M, labels_MP = tokens_MB[:, 0], tokens_MB[:, 1:]
+    vocabulary = DraftVocabulary(base_MPV.shape[-1]) if vocabulary is None else vocabulary
+    columns_MP, _ = vocabulary.columns(labels_MP)
 
     def weighted(logits_MPV):
-        return (slot_loss(logits_MPV, labels_MP, teacher_MPV, ce_weight) * weights_MP).sum()
+        return (slot_loss(logits_MPV, columns_MP, teacher_MPV, ce_weight) * weights_MP).sum()
 
-    guesses = [row_argmax(base_MPV)]
+    guesses = [vocabulary.tokens(row_argmax(base_MPV))]
     anchor = weighted(base_MPV)
     if refiner is None:
         return ObjectiveTerms(anchor, anchor.new_zeros(()), anchor.new_zeros(()), weights_MP.sum(), guesses)
@@ -98,5 +103,5 @@ def xpress_objective(
     for _ in range(num_rounds):
         refined_MPV = refine(guesses[-1])
         consistency = consistency + weighted(refined_MPV) / num_rounds
-        guesses.append(row_argmax(refined_MPV))
+        guesses.append(vocabulary.tokens(row_argmax(refined_MPV)))
     return ObjectiveTerms(teacher_forced, consistency, anchor, weights_MP.sum(), guesses)

@@ -158,5 +158,5 @@ def activation_bytes(recipe: Recipe, target: PreTrainedModel, drafter: XPressMod
     context = N * S * H * (len(config.target_layer_ids) + 2)
     reading = N * S * (4 * text.hidden_size + 3 * text.intermediate_size)
     mask = slots * (S + A * B) * (1 + width)
-    objective = max(CHUNK, (B - 1) * config.vocab_size) * (3 * width + 8)
+    objective = max(CHUNK, (B - 1) * len(drafter.vocabulary)) * (3 * width + 8)
     return width * (layers + context + reading) + mask + objective

@@ -15,10 +15,11 @@ from ..modeling_xpress import XPressDrafterConfig, embedding_fingerprint
 from .answers import load_tokenizer
 from .bfloat16 import warn_of_slow_bf16
 from .checkpoints import last_whole_checkpoint
+from .draft_tokens import most_used_tokens
 from .feature_cache import CachedRows, cache_features
 from .optimizer import SETTINGS, MuonAdamW
 from .recipes import Recipe, parse_yaml
-from .row_folder import load_rows, sha256, weights_fingerprint
+from .row_folder import check_rows_are_of, load_rows
 from .wrapping import freeze_target
 from .xpress_trainer import XPressTrainer, XPressTrainingArguments
 
@@ -43,8 +44,8 @@ def make_trainer(recipe: Recipe) -> XPressTrainer:
     )
     check_shape(target, recipe.target_config)
     for folder, (_, manifest) in zip(recipe.folders, tables[0]):
-        check_rows_are_of(folder, manifest, recipe, tokenizer, target)
-    drafter = make_drafter(recipe, target, tokenizer)
+        check_rows_are_of(folder, manifest, recipe.target, recipe.target_dtype, tokenizer, target)
+    drafter = make_drafter(recipe, target, tokenizer, concatenate_datasets([rows for rows, _ in tables[0]]))
     rows, *held_out = joined(tables, recipe, freeze_target(target, args.device), drafter.config)
     kwargs = {"peft_config": lora_config(recipe), "eval_dataset": held_out[0] if held_out else None}
     if recipe.optimizer == "muon":
@@ -106,13 +107,20 @@ def save_drafter(trainer: XPressTrainer, folder: Path | None = None) -> Path:
     return folder
 
 
-def make_drafter(recipe: Recipe, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> XPressDrafterModel:
-    """A fresh drafter, or the one to go on from; a refiner that the recipe names and that one lacks is fresh."""
+def make_drafter(
+    recipe: Recipe, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset
+) -> XPressDrafterModel:
+    """
+    A fresh drafter, or the one to go on from; a refiner that the recipe names and that one lacks is fresh. A fresh one's
+    draft vocabulary are the tokens that the rows use most.
+    """
     try:
         if recipe.drafter is None:
-            return XPressDrafterModel.for_target(
-                target, mask_token_id=mask_token_id(recipe, tokenizer), **recipe.drafter_fields
-            )
+            fields = recipe.drafter_fields | {"mask_token_id": mask_token_id(recipe, tokenizer)}
+            if (size := fields.pop("draft_vocab_size", None)) is not None:
+                vocab_size = target.config.get_text_config(decoder=True).vocab_size
+                fields["draft_token_ids"] = most_used_tokens(rows, size, vocab_size)
+            return XPressDrafterModel.for_target(target, **fields)
         source = XPressDrafterModel.from_pretrained(recipe.drafter, dtype="float32")
         config = continued_config(recipe, source.config)
     except StrictDataclassError as error:
@@ -159,24 +167,6 @@ def check_shape(target: PreTrainedModel, shape: dict) -> None:
         raise ValueError(
             f"the target is not of the recipe's `target_config`: {'; '.join(different)}. For another target set "
             "`target_config={}` and the drafter's fields."
-        )
-
-
-def check_rows_are_of(
-    folder: str, manifest: dict, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel
-) -> None:
-    """Raises for rows of another tokenizer, warns of rows that another target answered."""
-    made = manifest["settings"]
-    if made["tokenizer"] != sha256(tokenizer.backend_tokenizer.to_str()):
-        raise ValueError(
-            f"the rows of {folder} were made with the tokenizer of {manifest['target']}, expected that of "
-            f"{recipe.target}: make them with `--target {recipe.target}`."
-        )
-    answered = made["weights"] is not None and made["dtype"] == recipe.target_dtype
-    if answered and made["weights"] != weights_fingerprint(target):
-        logger.warning(
-            f"The rows of {folder} were answered by {manifest['target']}, which has other weights than {recipe.target}: "
-            "the drafter learns to speak for another target than the one that it reads."
         )
 
 

@@ -25,6 +25,7 @@ DRAFTER_FIELDS = (
     "intermediate_size",
     "target_layer_ids",
     "block_size",
+    "draft_vocab_size",
     "xpress_rank",
     "xpress_mlp_hidden",
     "xpress_num_passes",

@@ -16,11 +16,14 @@ from pathlib import Path
 import torch
 from accelerate.utils import align_module_device
 from datasets import Dataset, Features, List, Value
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from ..generation.evaluation_runs import differences, write_json
 from .asked import Asked
 
+
+logger = logging.get_logger(__name__)
 
 ROWS, MANIFEST, PROGRESS = "rows.jsonl", "manifest.json", "progress.jsonl"
 DROPPED = "dropped_"
@@ -143,3 +146,20 @@ def weights_fingerprint(model: PreTrainedModel, samples: int = 64) -> str:
 
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_rows_are_of(
+    folder: str, manifest: dict, name: str, dtype: str, tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel
+) -> None:
+    """Raises for rows of another tokenizer than the target's, warns of rows that another target answered."""
+    made = manifest["settings"]
+    if made["tokenizer"] != sha256(tokenizer.backend_tokenizer.to_str()):
+        raise ValueError(
+            f"the rows of {folder} were made with the tokenizer of {manifest['target']}, expected that of {name}: make them "
+            f"with `--target {name}`."
+        )
+    if made["weights"] is not None and made["dtype"] == dtype and made["weights"] != weights_fingerprint(target):
+        logger.warning(
+            f"The rows of {folder} were answered by {manifest['target']}, which has other weights than {name}: what a drafter "
+            "learns there, and what is measured of it, is another target's text."
+        )

@@ -5,13 +5,20 @@
 Shapes: S tokens of a row, M anchors at a time.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from transformers import AutoModelForCausalLM
 
+from ..generation import XPressDrafterModel
 from ..generation.pairing_xpress import check_options
+from .answers import load_tokenizer
+from .arguments import XPressTrainingArguments
 from .drafting import draft_blocks, own_draft
 from .metrics import kept
+from .row_folder import check_rows_are_of, load_rows
 from .wrapping import bare_drafter, inside_forward
 from .xpress_trainer import XPressTrainer
 
@@ -44,6 +51,35 @@ def walked_tau(trainer: XPressTrainer, rows: Iterable[dict], passes: Sequence[in
                 rounds[number] += len(kept_in_rounds)
     trainer.model.train(training)
     return {number: accepted[number] / rounds[number] + 1 for number in passes}
+
+
+def walk_folders(
+    folders: Sequence[Path],
+    target: str,
+    drafter: str,
+    passes: Sequence[int | None],
+    limit: int | None = None,
+    dtype: str = "float32",
+) -> Iterator[tuple[Path, dict[int | None, float]]]:
+    """`walked_tau` of the first `limit` rows of every folder, one folder after the other; `target` and `drafter` are names."""
+    parts = [load_rows(folder) for folder in folders]
+    for folder, (_, manifest) in zip(folders, parts):
+        if manifest["settings"]["answers"] != "regenerated" or manifest["settings"]["temperature"] > 0:
+            raise ValueError(
+                f"the rows of {folder} are not the target's greedy answers, expected those: make them by `xpress data` with "
+                "`--temperature 0` and without `--answers given`, or measure with `xpress eval`."
+            )
+    tokenizer = load_tokenizer(target, None)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
+    for folder, (_, manifest) in zip(folders, parts):
+        check_rows_are_of(str(folder), manifest, target, dtype, tokenizer, model)
+    loaded = XPressDrafterModel.from_pretrained(drafter, dtype=torch.float32)
+    with TemporaryDirectory() as nothing:
+        args = XPressTrainingArguments(nothing, report_to="none", bf16=dtype == "bfloat16")
+        for folder, (rows, _) in zip(folders, parts):
+            chosen = rows if limit is None else rows.select(range(min(limit, len(rows))))
+            trainer = XPressTrainer(loaded, model, args, train_dataset=chosen)
+            yield folder, walked_tau(trainer, chosen, passes)
 
 
 def accepted_everywhere(

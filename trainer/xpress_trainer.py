@@ -71,6 +71,8 @@ class XPressTrainer(Trainer):
         if args.freeze_backbone:
             freeze_backbone(drafter)
         self.target = freeze_target(target, args.device)
+        self.vocabulary = bare_drafter(drafter).vocabulary.to(args.device)
+        self._target_head = self.vocabulary.head(self.target)
         kwargs.setdefault("data_collator", XPressCollator())
         super().__init__(model=drafter, args=args, **kwargs)
         self.model_accepts_loss_kwargs = True  # `num_items_in_batch` is our denominator, over the global batch
@@ -129,7 +131,7 @@ class XPressTrainer(Trainer):
         totals = torch.zeros(2, device=device)
         for batch in batches:
             self.draw_anchors(batch, generator)
-            totals += self.totals(self.cut_blocks(batch).counted).to(device)
+            totals += self.totals(self.cut_blocks(batch).learned).to(device)
         return batches, self.accelerator.reduce(totals)
 
     def draw_anchors(self, batch: dict, generator: torch.Generator):
@@ -144,21 +146,22 @@ class XPressTrainer(Trainer):
             batch["anchors"],
             batch["anchor_valid"],
             bare_drafter(self.model).config.block_size,
+            vocabulary=self.vocabulary,
         )
 
-    def slot_weights(self, counted: torch.Tensor) -> torch.Tensor:
-        """The position weights of the draft slots that count `[..., P]`, from `counted` `[..., B]`."""
+    def slot_weights(self, learned: torch.Tensor) -> torch.Tensor:
+        """The position weights of the draft slots that are learned `[..., P]`, from `learned` `[..., B]`."""
         if self.args.dpace_alpha is not None:  # what the drafter's confidence is still to weigh
-            return counted[..., 1:].float()
-        return counted[..., 1:] * position_weights(counted.shape[-1], self.args.gamma, counted.device)
+            return learned[..., 1:].float()
+        return learned[..., 1:] * position_weights(learned.shape[-1], self.args.gamma, learned.device)
 
-    def totals(self, counted: torch.Tensor) -> torch.Tensor:
+    def totals(self, learned: torch.Tensor) -> torch.Tensor:
         """What divides the refined terms and the base term `[2]`: the sums of their slots' weights."""
-        weight = self.slot_weights(counted).sum()
-        return torch.stack([weight, counted[..., 1:].sum().to(weight) if self.args.undecayed_anchor else weight])
+        weight = self.slot_weights(learned).sum()
+        return torch.stack([weight, learned[..., 1:].sum().to(weight) if self.args.undecayed_anchor else weight])
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
-        totals = self.totals(self.cut_blocks(inputs).counted) if num_items_in_batch is None else num_items_in_batch
+        totals = self.totals(self.cut_blocks(inputs).learned) if num_items_in_batch is None else num_items_in_batch
         anchor_scale = totals[0] / totals[1] if self.args.undecayed_anchor else 1.0
         with self.accelerator.autocast():
             loss, _ = self.objective(model, inputs, anchor_scale)
@@ -190,7 +193,7 @@ class XPressTrainer(Trainer):
 
         loss, terms, draft_MP = inside_forward(model, draft_and_compare)
         truth = objective_inputs.tokens_MB[:, 1:], counted_MB[:, 1:]
-        self._sums.add_terms(terms, self.totals(counted_MB), *truth)
+        self._sums.add_terms(terms, self.totals(blocks.learned), *truth)
         self._sums.add_draft(draft_MP, *truth)
         return loss, terms
 
@@ -205,11 +208,12 @@ class XPressTrainer(Trainer):
         progress = self.state.global_step / max(self.state.max_steps, 1)
         return ObjectiveInputs(
             head=partial(self.head, dtype=dtype),
+            vocabulary=self.vocabulary,
             tokens_MB=blocks.tokens[blocks.valid],
             predecessors_M=blocks.predecessors[blocks.valid],
             teacher_states_SH=states_NSH.flatten(0, 1),
             teacher_index_MP=teacher_positions(blocks, states_NSH.shape[1]),
-            weights_MP=self.slot_weights(blocks.counted[blocks.valid]),
+            weights_MP=self.slot_weights(blocks.learned[blocks.valid]),
             num_rounds=self.args.num_rounds,
             ce_weight=self.args.ce_weight,
             lambda_c=self.args.lambda_consistency,
@@ -218,19 +222,19 @@ class XPressTrainer(Trainer):
 
     def weighted_objective(self, drafter: XPressModel, h_MBH: torch.Tensor, inputs: ObjectiveInputs):
         """`bounded_objective` with the weights that the arguments ask for."""
-        counted_MP = inputs.weights_MP > 0
+        learned_MP = inputs.weights_MP > 0
         if self.args.dpace_alpha is not None:
             q_MP = label_probabilities(drafter, h_MBH, inputs)
-            inputs = inputs._replace(weights_MP=dpace_weights(q_MP, counted_MP, self.args.dpace_alpha))
+            inputs = inputs._replace(weights_MP=dpace_weights(q_MP, learned_MP, self.args.dpace_alpha))
         if not self.args.undecayed_anchor:
             return bounded_objective(drafter.refiner, h_MBH, inputs)
         loss, terms = bounded_objective(drafter.refiner, h_MBH, inputs._replace(lambda_b=0.0))
-        base_loss, base = bounded_objective(None, h_MBH, inputs._replace(weights_MP=counted_MP.float()))
+        base_loss, base = bounded_objective(None, h_MBH, inputs._replace(weights_MP=learned_MP.float()))
         return loss + inputs.lambda_b * base_loss, terms._replace(anchor=base.teacher_forced)
 
     def head(self, h: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The target's head on states `[..., H]`, wherever it stands."""
-        return base_logits(self.target, to_target(self.target, h.to(dtype))).to(h.device)
+        """The target's head on states `[..., H]`, wherever it stands, for the tokens that can be drafted."""
+        return base_logits(self.target, to_target(self.target, h.to(dtype)), self._target_head).to(h.device)
 
     def read_target(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """The target's features and last states, from the batch where they are cached."""

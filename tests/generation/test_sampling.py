@@ -39,6 +39,7 @@ from xpress_drafter.generation import (
     verify,
 )
 from xpress_drafter.generation.acceptance_xpress import residual
+from xpress_drafter.modeling_xpress import DraftVocabulary
 
 
 ROWS, P = 2000, BLOCK - 1
@@ -150,6 +151,33 @@ def test_pairs_follow_the_target_with_a_shortlist(num_passes, options):
     pairs, kept = case.pairs(case.draft(num_passes, warp, sample=True, shortlist_size=10), warp)
     assert case.p_value(pairs, warp) > 1e-3
     assert kept > 0.1
+
+
+@pytest.mark.parametrize("num_passes", [0, 2, P])
+def test_pairs_follow_the_target_with_a_draft_vocabulary(num_passes):
+    """Also the tokens that cannot be drafted."""
+    case, warp = Case(), warpers(temperature=1.3)
+    probable = case.base[0, :2].topk(40, dim=-1).indices.flatten().unique().tolist()
+    vocabulary = DraftVocabulary(VOCAB, torch.tensor(probable[::2]))
+    refiner = make_drafter(target(), draft_token_ids=probable[::2]).refiner
+    weights = case.refiner.state_dict()
+    refiner.load_state_dict(weights | {"w2.weight": weights["w2.weight"][vocabulary.ids_D]})
+    draft = resolve_block(
+        refiner,
+        case.h,
+        case.base[..., vocabulary.ids_D],
+        *case.context,
+        num_passes,
+        sample=True,
+        warp=lambda scores: warp(None, scores),
+        vocabulary=vocabulary,
+    )
+    pairs, kept = case.pairs(draft, warp)
+    assert case.p_value(pairs, warp) > 1e-3 and kept > 0.05
+    assert len(set(pairs[:, 0].tolist()) - set(probable[::2])) > 5 and len(pairs) == ROWS
+    if num_passes == 0:  # the planted fault: the proposal of another block
+        pairs, _ = case.pairs(Draft(draft.tokens, draft.scores.roll(1, dims=-1), 0), warp)
+        assert case.p_value(pairs, warp) < 1e-6
 
 
 @pytest.mark.parametrize("num_passes", [1, 2])

@@ -6,6 +6,7 @@ That the numbers of a converted checkpoint are the maker's own is `modeling_xpre
 import json
 
 import pytest
+import rig
 import torch
 from checkpoints import drafter, edit_config, part, vector, write_speculators
 from safetensors.torch import load_file, save_file
@@ -182,3 +183,10 @@ def test_released_architectures(tmp_path, refiner, name):
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == [name]
     assert not [key for key in config if key.startswith("xpress_")]
+
+
+def test_a_draft_vocabulary_is_not_exported(tmp_path):
+    """No reader of the released form knows one; nothing is written."""
+    with pytest.raises(ValueError, match="drafts 3 of its target's 96 tokens .* expected all of them"):
+        export_released(rig.make_drafter(rig.target(), draft_token_ids=[1, 2, 3]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

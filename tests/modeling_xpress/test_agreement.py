@@ -14,7 +14,7 @@ from xpress_drafter import XPressDrafterModel
 from xpress_drafter.generation import jacobi_xpress, resolve_block
 from xpress_drafter.generation.candidate_generator_xpress import DraftContext, XPressCandidateGenerator
 from xpress_drafter.hub_cards.converters import convert_speculators
-from xpress_drafter.modeling_xpress import base_logits, default_target_layer_ids, previous_tokens
+from xpress_drafter.modeling_xpress import DraftVocabulary, base_logits, default_target_layer_ids, previous_tokens
 from xpress_drafter.trainer.blocks import cut_blocks
 from xpress_drafter.trainer.bounded import ObjectiveInputs, bounded_objective
 from xpress_drafter.trainer.objective import position_weights, slot_loss
@@ -171,6 +171,7 @@ def objective(case: Case, drafter, target):
     states, index = case.teacher_states()
     inputs = ObjectiveInputs(
         head=partial(base_logits, target),
+        vocabulary=DraftVocabulary(target.config.vocab_size),
         tokens_MB=case.blocks.tokens[case.blocks.valid],
         predecessors_M=case.predecessors_M,
         teacher_states_SH=states,

@@ -14,7 +14,7 @@ from training import (
     make_rows,
     make_trainer,
 )
-from xpress_drafter.modeling_xpress import base_logits
+from xpress_drafter.modeling_xpress import DraftVocabulary, base_logits
 from xpress_drafter.trainer import ObjectiveInputs, XPressCollator, cut_blocks, position_weights, sample_anchors
 from xpress_drafter.trainer.blocks import teacher_positions
 from xpress_drafter.trainer.bounded import bounded_objective
@@ -75,6 +75,7 @@ def test_packed_documents():
     drafter.zero_grad()
     inputs = ObjectiveInputs(
         head=partial(base_logits, model),
+        vocabulary=DraftVocabulary(model.config.vocab_size),
         tokens_MB=blocks.tokens[0],
         predecessors_M=blocks.predecessors[0],
         teacher_states_SH=states[0],

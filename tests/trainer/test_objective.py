@@ -89,14 +89,15 @@ class Blocks:
 
     def __init__(self, **config):
         drafter = make_drafter(target(), **config)
-        self.refiner = drafter.refiner
+        self.refiner, self.vocabulary = drafter.refiner, drafter.vocabulary
         self.h = torch.randn(M, BLOCK, HIDDEN, requires_grad=True)
-        self.head = torch.nn.Linear(HIDDEN, VOCAB, bias=False).requires_grad_(False)
+        self.head = torch.nn.Linear(HIDDEN, len(self.vocabulary), bias=False).requires_grad_(False)
         self.head.weight *= 3
         self.tokens = torch.randint(VOCAB, (M, BLOCK))
         self.predecessors = torch.randint(VOCAB, (M,))
-        self.teacher = (3 * torch.randn(M, P, VOCAB)).softmax(dim=-1)
-        self.weights = position_weights(BLOCK, 4.0) * (torch.rand(M, P) < 0.8)
+        self.teacher = (3 * torch.randn(M, P, len(self.vocabulary))).softmax(dim=-1)
+        self.columns, draftable = self.vocabulary.columns(self.tokens[:, 1:])
+        self.weights = position_weights(BLOCK, 4.0) * (torch.rand(M, P) < 0.8) * draftable
 
     def base(self) -> torch.Tensor:
         base = self.head(self.h[:, 1:])
@@ -104,7 +105,7 @@ class Blocks:
         return base
 
     def objective(self, base, refiner, **kwargs):
-        settings = {"num_rounds": 3, "ce_weight": 0.1, **kwargs}
+        settings = {"num_rounds": 3, "ce_weight": 0.1, "vocabulary": self.vocabulary, **kwargs}
         return xpress_objective(
             refiner, self.h, base, self.tokens, self.predecessors, self.teacher, self.weights, **settings
         )
@@ -113,17 +114,17 @@ class Blocks:
         """The three terms from the whole refiner at every round and the formula of a slot's loss."""
 
         def loss(logits):
-            return (slot_loss(logits, self.tokens[:, 1:], self.teacher, 0.1) * self.weights).sum()
+            return (slot_loss(logits, self.columns, self.teacher, 0.1) * self.weights).sum()
 
         def refined(tokens_MP):
             prev = previous_tokens(self.predecessors, self.tokens[:, 0], tokens_MP)
             return base + self.refiner(self.h, prev)[:, 1:]
 
-        rounds, guess = [], base.argmax(dim=-1)
+        rounds, guess = [], self.vocabulary.tokens(base.argmax(dim=-1))
         for _ in range(num_rounds):
             logits = refined(guess)
             rounds.append(loss(logits))
-            guess = logits.argmax(dim=-1)
+            guess = self.vocabulary.tokens(logits.argmax(dim=-1))
         return {
             "teacher_forced": loss(refined(self.tokens[:, 1:])),
             "consistency": torch.stack(rounds).mean(),
@@ -138,7 +139,12 @@ class Blocks:
         return {"h": self.h.grad.clone(), "base": base.grad.clone(), **{k: v.clone() for k, v in parts.items()}}
 
 
-@pytest.mark.parametrize("config", [{}, {"xpress_rank": None, "markov_rank": 16}], ids=["xpress", "markov"])
+MARKOV = {"xpress_rank": None, "markov_rank": 16}
+EVEN = {"draft_token_ids": range(0, VOCAB, 2)}
+KINDS = {"xpress": {}, "markov": MARKOV, "none": {"xpress_rank": None}, "draft vocabulary": EVEN}
+
+
+@pytest.mark.parametrize("config", [{}, MARKOV, EVEN], ids=["xpress", "markov", "draft vocabulary"])
 @pytest.mark.parametrize("num_rounds", [1, 3])
 def test_terms_and_their_gradients(config, num_rounds):
     """Each term's value, and its gradient in h, in the base logits and in every weight of the refiner."""
@@ -160,22 +166,31 @@ def test_terms_and_their_gradients(config, num_rounds):
 CHUNKS = {"one chunk": 2**23, "chunks of 2 blocks": 2 * P * VOCAB, "a block at a time": 1}
 
 
-@pytest.mark.parametrize("kind", ["xpress", "markov", "none"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("num_rounds", [1, 3])
 def test_bounded_form_equals_the_formula(kind, chunk, num_rounds, monkeypatch):
     """Loss, terms, guesses, and gradients of states and weights, however the blocks are cut into chunks."""
     monkeypatch.setattr(bounded, "CHUNK", CHUNKS[chunk])
     monkeypatch.setattr(bounded, "SLICE", 3 * VOCAB)
-    config = {"xpress": {}, "markov": {"markov_rank": 16}, "none": {}}[kind]
-    blocks = Blocks(**(config if kind == "xpress" else {"xpress_rank": None, **config}))
+    blocks = Blocks(**KINDS[kind])
     states, index = torch.randn(11, HIDDEN), torch.randint(11, (M, P))
     blocks.teacher = blocks.head(states)[index].softmax(dim=-1)
     parameters = [] if kind == "none" else list(blocks.refiner.parameters())
     expected = blocks.objective(blocks.base(), blocks.refiner, num_rounds=num_rounds)
     expected_loss = expected.loss(lambda_c=0.3, lambda_b=0.6)
     inputs = ObjectiveInputs(
-        blocks.head, blocks.tokens, blocks.predecessors, states, index, blocks.weights, num_rounds, 0.1, 0.3, 0.6
+        blocks.head,
+        blocks.tokens,
+        blocks.predecessors,
+        states,
+        index,
+        blocks.weights,
+        num_rounds,
+        0.1,
+        0.3,
+        0.6,
+        blocks.vocabulary,
     )
     loss, terms = bounded_objective(blocks.refiner, blocks.h, inputs)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-6)
@@ -206,7 +221,17 @@ def test_the_teacher_is_taken_once_for_all_terms(monkeypatch):
     blocks = Blocks()
     states, index = torch.randn(11, HIDDEN), torch.arange(P).expand(M, P)
     inputs = ObjectiveInputs(
-        blocks.head, blocks.tokens, blocks.predecessors, states, index, blocks.weights, 3, 0.1, 0.3, 0.6
+        blocks.head,
+        blocks.tokens,
+        blocks.predecessors,
+        states,
+        index,
+        blocks.weights,
+        3,
+        0.1,
+        0.3,
+        0.6,
+        blocks.vocabulary,
     )
     with Softmaxes() as softmaxes:
         bounded_objective(blocks.refiner, blocks.h, inputs)
@@ -240,7 +265,17 @@ def test_bounded_form_of_what_is_frozen_and_of_nothing():
     blocks = Blocks()
     states, index = torch.randn(11, HIDDEN), torch.randint(11, (M, P))
     inputs = ObjectiveInputs(
-        blocks.head, blocks.tokens, blocks.predecessors, states, index, blocks.weights, 3, 0.1, 0.3, 0.6
+        blocks.head,
+        blocks.tokens,
+        blocks.predecessors,
+        states,
+        index,
+        blocks.weights,
+        3,
+        0.1,
+        0.3,
+        0.6,
+        blocks.vocabulary,
     )
     blocks.refiner.w1.requires_grad_(False)
     loss, _ = bounded_objective(blocks.refiner, blocks.h.detach(), inputs)

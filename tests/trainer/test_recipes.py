@@ -323,6 +323,30 @@ def test_a_cache_that_would_be_too_large_is_not_begun(tiny, tmp_path):
     assert not list(cache.glob("*.states")) + list(cache.glob("*.partial"))
 
 
+def test_a_draft_vocabulary_of_the_rows(tiny, rows, tmp_path):
+    """The tokens that the answers hold; counted by the plan, saved with the drafter, kept by a run that goes on from it."""
+    recipe = tiny(draft_vocab_size=300, max_steps=1, warmup_steps=0)
+    drafter = XPressDrafterModel.from_pretrained(save_drafter(run(recipe)), dtype=torch.float32)
+    answered = {t for row in load_rows(rows)[0] for t, m in zip(row["input_ids"], row["loss_mask"]) if m}
+    ids = drafter.vocabulary.ids_D.tolist()
+    assert len(ids) == 300 and answered <= set(ids)
+    refiner = sum(parameter.numel() for parameter in drafter.refiner.parameters())
+    assert (
+        make_plan(recipe).parameters["refiner"]
+        == refiner
+        == make_plan(tiny()).parameters["refiner"] - (2048 - 300) * 96
+    )
+    on = {
+        "drafter": str(tmp_path / "run" / "drafter"),
+        "mask_token": None,
+        "max_steps": 1,
+        "output_dir": str(tmp_path / "on"),
+    }
+    assert make_trainer(tiny(**on)).vocabulary.ids_D.tolist() == ids
+    with pytest.raises(ValueError, match=r"do not fit the weights .*'d2t', 'xpress_head.w2.weight'"):
+        make_trainer(tiny(draft_vocab_size=200, **on))
+
+
 def test_a_run_that_was_stopped_goes_on(tiny, tmp_path):
     """Muon and all: the weights are those of a run that was not; a complete one takes no step more."""
     own = {"max_steps": 3, "save_steps": 2}  # inside an epoch

@@ -156,6 +156,10 @@ def _check_loaded(model: XPressModel, info: dict, name) -> None:
         faults.append(f"{key} has the shape {list(found)}, expected {list(expected)} by the config")
     if zeros := _zero_filled(model):
         faults.append(f"zero at their ends, as in a file that was cut off: {zeros}")
+    try:
+        model.check_vocabulary()
+    except ValueError as error:
+        faults.append(str(error).rstrip("."))
     if faults:
         raise ValueError(
             f"the weights of {name} are not those that its config describes; " + "; ".join(faults) + ". Download the "

@@ -8,7 +8,8 @@ Sampling draws one Gumbel noise for the block and shares it between the seed and
 whose arg-max gave its token, in the last pass: slot k's scores depend on the noise of slots before k alone, so its
 token is a draw from q given them, whatever K is.
 
-Shapes: N rows, B slots of a block, P = B - 1 draft slots, V vocabulary, C shortlist, H hidden, R rank.
+Shapes: N rows, B slots of a block, P = B - 1 draft slots, V columns of draft logits (the vocabulary, or the draft
+vocabulary), C shortlist, H hidden, R rank.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from .refiner_xpress import MarkovHead, previous_tokens
+from .vocabulary_xpress import DraftVocabulary
 
 
 Scores = Callable[[torch.Tensor], torch.Tensor]
@@ -25,7 +27,9 @@ Scores = Callable[[torch.Tensor], torch.Tensor]
 
 class Draft(NamedTuple):
     tokens: torch.Tensor  # [N, P]
-    scores: torch.Tensor | None  # [N, P, V] fp32: softmax is q; None when greedy, where q is one-hot
+    scores: (
+        torch.Tensor | None
+    )  # [N, P, V] fp32, over the target's vocabulary: softmax is q; None when greedy, where q is one-hot
     passes: int  # Jacobi passes run
 
 
@@ -84,6 +88,7 @@ def resolve_block(
     sample: bool = False,
     warp: Scores | None = None,
     shortlist_size: int = 0,
+    vocabulary: DraftVocabulary | None = None,
 ) -> Draft:
     """
     The block's draft tokens after `num_passes` Jacobi passes, fewer where a pass changes nothing.
@@ -91,15 +96,16 @@ def resolve_block(
     Args:
         refiner: `XPressHead`, `MarkovHead` or `None` (the base's own tokens).
         h_NBH: Normed backbone states of all slots.
-        base_NPV: The target's head on the draft slots' states.
+        base_NPV: The target's head, or its rows of the draft vocabulary, on the draft slots' states.
         predecessor_N, anchor_N: The tokens before and at slot 0.
         num_passes: K. 0 gives the base's tokens, B - 1 or more the fixed point.
         sample: Draw tokens with shared Gumbel noise; arg-max otherwise.
-        warp: What is done to scores `[rows, V]` before choosing (temperature, top-k, ...), each row alone.
-        shortlist_size: Refine only the C best base tokens of each slot; 0 refines the whole vocabulary.
+        warp: What is done to scores over the target's vocabulary before choosing (temperature, top-k, ...), each row alone.
+        shortlist_size: Refine only the C best base tokens of each slot; 0 refines all.
+        vocabulary: What the columns of `base_NPV` stand for; the target's vocabulary where omitted.
     """
     num_passes = 0 if refiner is None else min(num_passes, base_NPV.shape[1])
-    choose = SampledChoice(base_NPV, warp) if sample else GreedyChoice(warp)
+    choose = _choice(base_NPV, sample, warp, vocabulary)
     tokens_NP, scores = choose(base_NPV)
     if num_passes == 0:
         return Draft(tokens_NP, scores, 0)
@@ -124,9 +130,10 @@ def resolve_left_to_right(
     *,
     sample: bool = False,
     warp: Scores | None = None,
+    vocabulary: DraftVocabulary | None = None,
 ) -> Draft:
     """A Markov head's own way: B - 1 steps of one row each, every step reading the token of the one before."""
-    choose = SampledChoice(base_NPV, warp) if sample else GreedyChoice(warp)
+    choose = _choice(base_NPV, sample, warp, vocabulary)
     previous_N, steps = anchor_N, []
     for k in range(base_NPV.shape[1]):
         bias_NV = vocabulary_product(refiner.w2, refiner.markov_w1(previous_N))
@@ -152,16 +159,22 @@ def _readout(w2, base_NPV: torch.Tensor, choose, shortlist_size: int):
     return RowReadout(base_NPV, w2)
 
 
+def _choice(base_NPV: torch.Tensor, sample: bool, warp: Scores | None, vocabulary: DraftVocabulary | None):
+    vocabulary = DraftVocabulary(base_NPV.shape[-1]) if vocabulary is None else vocabulary
+    return SampledChoice(base_NPV, warp, vocabulary) if sample else GreedyChoice(warp, vocabulary)
+
+
 class GreedyChoice:
     """The best token of each slot; no scores, as q is one-hot."""
 
-    def __init__(self, warp: Scores | None):
-        self.warp, self.plain = warp, warp is None
+    def __init__(self, warp: Scores | None, vocabulary: DraftVocabulary):
+        self.warp, self.plain, self.vocabulary = warp, warp is None, vocabulary
 
     def __call__(self, logits_NPV: torch.Tensor, slots: slice = slice(None)) -> tuple[torch.Tensor, None]:
-        if self.warp is not None:
-            logits_NPV = self.warp(logits_NPV.flatten(0, 1)).view_as(logits_NPV)
-        return row_argmax(logits_NPV), None
+        if self.plain:
+            return self.vocabulary.tokens(row_argmax(logits_NPV)), None
+        scores = self.vocabulary.whole(logits_NPV)
+        return row_argmax(self.warp(scores.flatten(0, 1)).view_as(scores)), None
 
 
 class SampledChoice:
@@ -169,12 +182,12 @@ class SampledChoice:
 
     plain = False
 
-    def __init__(self, base_NPV: torch.Tensor, warp: Scores | None):
-        self.noise_NPV = gumbel_noise(base_NPV.shape, base_NPV.device)
-        self.warp = warp
+    def __init__(self, base_NPV: torch.Tensor, warp: Scores | None, vocabulary: DraftVocabulary):
+        self.noise_NPV = gumbel_noise((*base_NPV.shape[:-1], vocabulary.size), base_NPV.device)
+        self.warp, self.vocabulary = warp, vocabulary
 
     def __call__(self, logits_NPV: torch.Tensor, slots: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = logits_NPV.float()
+        scores = self.vocabulary.whole(logits_NPV.float())
         if self.warp is not None:
             scores = self.warp(scores.flatten(0, 1)).view_as(scores)
         return row_argmax(scores + self.noise_NPV[:, slots]), scores
@@ -218,7 +231,7 @@ class VocabularyReadout:
             bias_VQ = torch.mm(self.w2.weight[rows], x_RQ, out=self.bias_VQ[:length])
             torch.add(self.base_VQ[rows], bias_VQ, out=sum_VQ[:length])
             maxima.append(sum_VQ.view(self.FOLD, -1).amax(dim=0))
-        return self._search(torch.stack(maxima)).view(self.shape), None
+        return choose.vocabulary.tokens(self._search(torch.stack(maxima)).view(self.shape)), None
 
     def _search(self, maxima: torch.Tensor) -> torch.Tensor:
         """The best row of every column: first among the maxima of all runs, then inside the winning run."""
@@ -234,14 +247,16 @@ class ShortlistReadout:
     """The same over the C best base tokens of each slot; tokens outside can not be drafted (q is 0 there)."""
 
     def __init__(self, base_NPV: torch.Tensor, w2, size: int):
-        self.vocab_size = base_NPV.shape[-1]
-        self.base_NPC, self.ids_NPC = row_topk(base_NPV, min(size, self.vocab_size))
-        self.rows_NPCR = F.embedding(self.ids_NPC, w2.weight)  # plain indexing gathers several times slower on CPUs
+        self.shape = base_NPV.shape
+        self.base_NPC, self.columns_NPC = row_topk(base_NPV, min(size, self.shape[-1]))
+        self.rows_NPCR = F.embedding(
+            self.columns_NPC, w2.weight
+        )  # plain indexing gathers several times slower on CPUs
 
     def __call__(self, choose, latents_NPR: torch.Tensor):
         bias_NPC = torch.matmul(self.rows_NPCR, latents_NPR[..., None]).squeeze(-1)
         logits_NPC = self.base_NPC + bias_NPC.to(self.base_NPC.dtype)
         if choose.plain:
-            return self.ids_NPC.gather(-1, logits_NPC.argmax(dim=-1, keepdim=True)).squeeze(-1), None
-        full = logits_NPC.new_full((*logits_NPC.shape[:-1], self.vocab_size), -torch.inf)
-        return choose(full.scatter_(-1, self.ids_NPC, logits_NPC))
+            best_NP = self.columns_NPC.gather(-1, logits_NPC.argmax(dim=-1, keepdim=True)).squeeze(-1)
+            return choose.vocabulary.tokens(best_NP), None
+        return choose(logits_NPC.new_full(self.shape, -torch.inf).scatter_(-1, self.columns_NPC, logits_NPC))

@@ -28,6 +28,7 @@ from transformers.utils import output_capturing
 
 from .configuration_xpress import XPressDrafterConfig, default_target_layer_ids
 from .refiner_xpress import CausalMixer, MarkovHead, XPressHead
+from .vocabulary_xpress import DraftVocabulary
 
 
 class XPressAttention(Qwen3Attention):
@@ -113,6 +114,8 @@ class XPressModel(XPressPreTrainedModel):
             self.xpress_head = XPressHead(config)
         elif config.refiner_type == "markov":
             self.markov_head = MarkovHead(config)
+        if config.draft_vocab_size is not None:  # ids less their columns, as EAGLE-3 keeps them
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -122,6 +125,14 @@ class XPressModel(XPressPreTrainedModel):
             return None
         return self.xpress_head if self.config.refiner_type == "xpress" else self.markov_head
 
+    @property
+    def vocabulary(self) -> DraftVocabulary:
+        """The tokens that can be drafted, on the drafter's device."""
+        if self.config.draft_vocab_size is None:
+            return DraftVocabulary(self.config.vocab_size)
+        ids_D = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+        return DraftVocabulary(self.config.vocab_size, ids_D)
+
     @classmethod
     def for_target(
         cls,
@@ -130,6 +141,7 @@ class XPressModel(XPressPreTrainedModel):
         mask_token_id: int,
         num_hidden_layers: int = 5,
         target_layer_ids: Sequence[int] | None = None,
+        draft_token_ids: Sequence[int] | None = None,
         **config_kwargs,
     ) -> "XPressModel":
         """
@@ -140,6 +152,7 @@ class XPressModel(XPressPreTrainedModel):
             mask_token_id (`int`): A token that text never holds, inside the target's embedding.
             num_hidden_layers (`int`): Drafter layers.
             target_layer_ids (`Sequence[int]`, *optional*): Layers to read; the DFlash spread where omitted.
+            draft_token_ids (`Sequence[int]`, *optional*): The tokens that can be drafted; all where omitted.
             config_kwargs: Further fields of `XPressDrafterConfig`: `block_size`, `xpress_rank`, ...
         """
         text = target.config.get_text_config(decoder=True)
@@ -155,6 +168,9 @@ class XPressModel(XPressPreTrainedModel):
             "max_position_embeddings": text.max_position_embeddings,
             "rope_parameters": config_kwargs.pop("rope_parameters", None) or _whole_head_rope(text.rope_parameters),
         }
+        ids_D = None if draft_token_ids is None else torch.tensor(sorted(draft_token_ids))
+        if ids_D is not None:
+            config_kwargs["draft_vocab_size"] = len(ids_D)
         config = XPressDrafterConfig(
             **{**shapes, "trained_length": 0, **config_kwargs},
             mask_token_id=mask_token_id,
@@ -163,7 +179,22 @@ class XPressModel(XPressPreTrainedModel):
             num_target_layers=text.num_hidden_layers,
             target_fingerprint=embedding_fingerprint(target),
         )
-        return cls(config)
+        drafter = cls(config)
+        if ids_D is not None:
+            drafter.d2t.copy_(ids_D - torch.arange(len(ids_D)))
+            drafter.check_vocabulary()
+        return drafter
+
+    def check_vocabulary(self) -> None:
+        """Raises unless the draft vocabulary is one of the target's."""
+        ids_D = self.vocabulary.ids_D
+        if ids_D is None or ids_D.device.type == "meta":
+            return
+        if (ids_D.diff() < 1).any() or ids_D[0] < 0 or ids_D[-1] >= self.config.vocab_size:
+            raise ValueError(
+                f"the draft vocabulary `d2t` is {ids_D[:4].tolist()} to {ids_D[-4:].tolist()}, expected ascending token ids from 0 "
+                f"to `vocab_size` - 1 = {self.config.vocab_size - 1}."
+            )
 
     def forward(
         self,
@@ -265,13 +296,15 @@ def context_features(hidden_states: Sequence[torch.Tensor], target_layer_ids: Se
     return torch.cat([tap.to(taps[0].device) for tap in taps], dim=-1)
 
 
-def base_logits(target: PreTrainedModel, h: torch.Tensor) -> torch.Tensor:
-    """The target's head on drafter states `[..., H]`, with the target's own scale and soft-cap: `[..., V]`.
+def base_logits(target: PreTrainedModel, h: torch.Tensor, head: Callable | None = None) -> torch.Tensor:
+    """The target's head on drafter states `[..., H]`, with the target's own scale and soft-cap: `[..., V]`, or as many
+    columns as `head` has, which `DraftVocabulary.head` made of it.
 
     Flattened first: a vocabulary product on a non-contiguous slice makes PyTorch copy the weight for every row.
     """
     config = target.config.get_text_config(decoder=True)
-    logits = target.get_output_embeddings()(h.reshape(-1, h.shape[-1]).contiguous())
+    head = target.get_output_embeddings() if head is None else head
+    logits = head(h.reshape(-1, h.shape[-1]).contiguous())
     if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits = logits * scale
     if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
