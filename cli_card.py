@@ -14,7 +14,7 @@ from .cli_eval import SUMMARY, TIMING
 
 card_app = typer.Typer()
 console = Console(highlight=False)
-CARD, RESULTS = "README.md", "results.json"
+CARD, RESULTS, WALKED = "README.md", "results.json", "walked.json"
 REPORT_KEYS = ("command", "settings", "held_out", "arms", "means")
 # Of the recipe, and not for a card: where things lay, the target's shape, and what was expected of the rows.
 UNSAID = (
@@ -37,8 +37,12 @@ def write_card(
     ],
     results: Annotated[list[Path], typer.Option(help="Folder of `xpress eval`; may be given several times.")],
     training: Annotated[Path, typer.Option(help="`output_dir` of `xpress train`; its rows must be where they were.")],
+    walked: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of `xpress walk`, this drafter's first; may be given several times."),
+    ] = None,
 ):
-    """Writes README.md, and results.json, its numbers with their intervals, into a drafter's folder."""
+    """Writes README.md, and the numbers that it states (results.json, walked.json), into a drafter's folder."""
     from .hub_cards.cards import evaluated_card, read_facts
 
     try:
@@ -48,12 +52,17 @@ def write_card(
             check_rows(folder, report, manifests)
         check_trained(drafter, training)
         model = check_weights(drafter, dict(zip(results, reports)))
-        card = evaluated_card(read_facts(facts), model.config, model.num_parameters(), trained, reports)
+        walks = [json.loads(file.read_text(encoding="utf-8")) for file in walked or []]
+        if walks:
+            check_walked(drafter, walked[0], walks[0])
+        card = evaluated_card(read_facts(facts), model.config, model.num_parameters(), trained, reports, walks)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     card.save(drafter / CARD)
-    (drafter / RESULTS).write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
-    console.print(f"In {drafter}: {CARD}, {RESULTS}.", soft_wrap=True)
+    written = {RESULTS: reports} | ({WALKED: walks} if walks else {})
+    for name, content in written.items():
+        (drafter / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    console.print(f"In {drafter}: {', '.join([CARD, *written])}.", soft_wrap=True)
 
 
 def read_report(folder: Path) -> dict:
@@ -145,6 +154,15 @@ def check_trained(drafter: Path, training: Path) -> None:
         raise ValueError(
             f"{drafter} holds other weights than {made}: name the training that made it, or copy its drafter there again."
         )
+
+
+def check_walked(drafter: Path, file: Path, report: dict) -> None:
+    """Raises where the first walk is of another drafter."""
+    from .generation import XPressDrafterModel
+    from .trainer.row_folder import weights_fingerprint
+
+    if report["weights"] != weights_fingerprint(XPressDrafterModel.from_pretrained(drafter, dtype=torch.float32)):
+        raise ValueError(f"{file} did not walk with the weights of {drafter}, expected those first: walk with them.")
 
 
 def check_weights(drafter: Path, reports: dict[Path, dict]):

@@ -1,6 +1,8 @@
 """`xpress data`, `xpress train` and `xpress walk`: from prompts to a drafter of one's own, and what it reaches on rows."""
 
 import json
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -196,27 +198,31 @@ def walk(
     Tau that `generate` would reach on rows of the target's greedy answers, read many positions at a time: many times faster than
     drafting them anew, and says nothing of speed.
     """
+    import torch
     from transformers.utils import logging
 
+    from .generation import XPressDrafterModel
     from .generation.evaluation_runs import write_json
+    from .hub_cards.results import walked
+    from .trainer.row_folder import weights_fingerprint
     from .trainer.walking import walk_folders
 
     logging.disable_progress_bar()
-    table = Table(title=f"Tau of {drafter}, walked")
-    found = {}
     try:
-        for folder, taus in walk_folders(rows, target, drafter, passes or [None], limit, dtype):
-            if not found:
-                table.add_column("rows")
-                for number in taus:
-                    table.add_column("own passes" if number is None else f"K = {number}", justify="right")
-            found[str(folder)] = {str(number): tau for number, tau in taus.items()}
-            table.add_row(str(folder), *(f"{tau:.3f}" for tau in taus.values()))
+        model = XPressDrafterModel.from_pretrained(drafter, dtype=torch.float32)
+        report = {
+            "command": shlex.join(["xpress", *sys.argv[1:]]),
+            "drafter": drafter,
+            "weights": weights_fingerprint(model),
+        }
+        report |= {"dtype": dtype, "walks": []}
+        for walk in walk_folders(rows, target, model, passes or [None], limit, dtype):
+            report["walks"].append({**walk._asdict(), "tau": {str(number): tau for number, tau in walk.tau.items()}})
             if out is not None:
-                write_json(out, found)
+                write_json(out, report)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
-    console.print(table)
+    console.print(walked([report]), soft_wrap=True, markup=False)
 
 
 def show_plan(plan, devices: int):

@@ -8,11 +8,15 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ..modeling_xpress import XPressDrafterConfig
-from .results import compared, evaluated, learning_curve, metrics
+from .results import compared, evaluated, learning_curve, metrics, walked
 
 
 HERE = Path(__file__).parent
 TEMPLATES, FACTS = HERE / "templates", HERE / "facts"
+WALKED = (
+    "Walked over the target's greedy answers, in which many positions are drafted from at once: the tau that greedy `generate` "
+    "reaches on such a text, to the last round (rows of each set in parentheses; the same for all drafters)."
+)
 KINDS = {
     "xpress": "a causal refiner (xPress, arXiv 2608.02438)",
     "markov": "a Markov head (DSpark)",
@@ -109,10 +113,17 @@ def drafter_card(
 
 
 def evaluated_card(
-    facts: Facts, config: XPressDrafterConfig, parameters: int, training: Training, reports: list[dict]
+    facts: Facts,
+    config: XPressDrafterConfig,
+    parameters: int,
+    training: Training,
+    reports: list[dict],
+    walks: list[dict] | None = None,
 ) -> ModelCard:
-    """The card of a drafter that `xpress eval` measured; the Hub is told the numbers of the first report."""
+    """The card of a drafter that `xpress eval` measured, and `xpress walk`; the Hub is told the numbers of the first report."""
     results = [evaluated(report) for report in reports]
+    if walks:
+        results.append(f"### tau on more prompts, {walks[0]['dtype']}\n\n{WALKED}\n\n{walked(walks)}")
     return drafter_card(facts, config, parameters, training, results, metrics(reports[0]))
 
 

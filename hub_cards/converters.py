@@ -4,9 +4,9 @@
     export_released(drafter, "for-vllm")
 
 speculators (0.9) holds the same backbone under the same keys. What differs: layer ids count `hidden_states`, so they are
-ours + 1; the refiner's tensors have other names, and its width is a ratio of its rank; the layers' config is nested.
-Whatever would be read wrongly is refused with a `ValueError`: another block layout, a reduced draft vocabulary, layers
-that see a window, heads that we do not have.
+ours + 1; the refiner's tensors have other names, and its width is a ratio of its rank; the layers' config is nested; a draft
+vocabulary is kept twice, as `d2t` and as `t2d`. Whatever would be read wrongly is refused with a `ValueError`: another block
+layout, layers that see a window, heads that we do not have.
 """
 
 import json
@@ -76,6 +76,7 @@ def convert_speculators(
     """Our config and tensors, from those of a speculators checkpoint."""
     _refuse_unread(config, tensors)
     layers = {k: v for k, v in config["transformer_layer_config"].items() if k not in ("model_type", "architectures")}
+    reduced = config["draft_vocab_size"] != layers["vocab_size"]
     converted = XPressDrafterConfig(
         **layers,
         **_refiner_fields(config),
@@ -83,11 +84,13 @@ def convert_speculators(
         mask_token_id=config["mask_token_id"],
         target_layer_ids=[i - 1 for i in config["aux_hidden_state_layer_ids"]],
         num_target_layers=num_target_layers,
+        draft_vocab_size=config["draft_vocab_size"] if reduced else None,
     )
     dropped = sorted(name for name in tensors if name.startswith("confidence_head."))
     if dropped:
         logger.warning(f"The confidence head is left out, as nothing here reads it: {dropped}.")
-    return converted, {_our_name(name): tensor for name, tensor in tensors.items() if name not in dropped}
+    ours = {_our_name(name): tensor for name, tensor in tensors.items() if name not in (*dropped, "t2d")}
+    return converted, ours
 
 
 def _our_name(name: str) -> str:
@@ -123,17 +126,28 @@ def _refuse_unread(config: dict, tensors: dict[str, torch.Tensor]) -> None:
             f"the speculators config has no {missing}, expected all of {sorted(NEEDED[kind])}: they are never guessed."
         )
     layers, layer_ids = config["transformer_layer_config"], config["aux_hidden_state_layer_ids"]
-    width, whole = layers["hidden_size"], "Train it with the target's whole vocabulary."
+    width, reduced = layers["hidden_size"], config["draft_vocab_size"] != layers["vocab_size"]
+    maps, both = sorted({"d2t", "t2d"} & tensors.keys()), ["d2t", "t2d"]
     for key, got, expected, remedy in (
         ("sample_from_anchor", config["sample_from_anchor"], False, "True is the shift layout. Train it with False."),
         ("transformer_layer_config.model_type", layers.get("model_type"), "qwen3", "Train it with Qwen3's layers."),
-        ("draft_vocab_size", config["draft_vocab_size"], layers["vocab_size"], whole),
-        ("the vocabulary maps", sorted({"d2t", "t2d"} & tensors.keys()), [], whole),
+        (
+            "the vocabulary maps",
+            maps,
+            both if reduced else [],
+            "They go with a reduced `draft_vocab_size`, and it with them.",
+        ),
         ("target_hidden_size", config.get("target_hidden_size") or width, width, "Train it as wide as its target."),
         ("markov_head_type", config.get("markov_head_type") or "vanilla", "vanilla", "Train it with a vanilla head."),
     ):
         if got != expected:
             raise ValueError(f"the speculators checkpoint has `{key}`={got!r}, expected {expected!r}. {remedy}")
+    if reduced and not torch.equal(
+        tensors["t2d"].nonzero().flatten(), tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    ):
+        raise ValueError(
+            "the speculators checkpoint's `t2d` and `d2t` name other tokens, expected the same ones: download it again."
+        )
     if min(layer_ids) < 1:
         raise ValueError(
             f"`aux_hidden_state_layer_ids` is {layer_ids}, expected ids from 1 on: 0 is the embedding's output, which is "

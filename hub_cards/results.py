@@ -1,5 +1,7 @@
 """What a card says of measurements and of training, as Markdown, and what the Hub is told of them."""
 
+from pathlib import Path
+
 from huggingface_hub import EvalResult
 
 from ..generation.evaluation import PLAIN
@@ -56,6 +58,25 @@ def shares(means: list[dict]) -> str:
         cells = [f"{mean['split'][step]:.1%}" for step in STEPS]
         rows.append([mean["arm"], *cells, *(identity_cells(mean) if counts else [])])
     return table(["arm", *STEPS, *counts], rows)
+
+
+def walked(reports: list[dict]) -> str:
+    """Reports of `xpress walk`, a drafter each: tau of every number of passes on every folder of rows, and its mean."""
+    counts = {Path(walk["rows"]).name: walk["count"] for walk in reports[0]["walks"]}
+    rows = []
+    for report in reports:
+        found = {Path(walk["rows"]).name: walk["tau"] for walk in report["walks"]}
+        if found.keys() != counts.keys():
+            raise ValueError(
+                f"one report walked {sorted(found)}, expected {sorted(counts)}, as another: walk the same rows."
+            )
+        for number in next(iter(found.values())):
+            taus = [found[name][number] for name in counts]
+            how = "own passes" if number == "None" else f"K = {number}"
+            cells = (f"{tau:.2f}" for tau in [*taus, sum(taus) / len(taus)])
+            rows.append([f"{Path(report['drafter']).parent.name or report['drafter']}, {how}", *cells])
+    header = ["drafter", *(f"{name} ({count})" for name, count in counts.items()), "mean"]
+    return "\n\n".join([table(header, rows), "```\n" + "\n".join(report["command"] for report in reports) + "\n```"])
 
 
 def metrics(report: dict) -> list[EvalResult]:

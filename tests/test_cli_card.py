@@ -96,6 +96,49 @@ def test_the_card_says_what_was_measured_and_how_it_was_made(made):
     check_published(made / "run" / "drafter")
 
 
+def test_walked_tau_is_on_the_card(made, tmp_path):
+    """Of this drafter and of another one, on the target's own answers to the prompts that were measured."""
+    rows, other = tmp_path / "walk-asked", tmp_path / "other" / "drafter"
+    invoke("data", made / "asked.jsonl", rows, "--target", TARGET, "--dtype", "float32", "--max-new-tokens", "8")
+    shutil.copytree(TINY / "drafter", other)
+    files = []
+    for drafter in (made / "run" / "drafter", other):
+        files.append(tmp_path / f"{len(files)}.json")
+        walk = ["walk", rows, "--target", TARGET, "--drafter", drafter, "--passes", "0", "--passes", "7"]
+        printed = invoke(*walk, "--out", files[-1])
+        (found,) = json.loads(files[-1].read_text())["walks"]
+        assert (
+            found["count"] == 2
+            and found["tau"].keys() == {"0", "7"}
+            and all(tau >= 1 for tau in found["tau"].values())
+        )
+        assert f"K = 7 | {found['tau']['7']:.2f} |" in printed
+    assert found["tau"]["7"] > 1.5  # the shipped drafter
+    chosen = ["--results", made / "greedy", "--training", made / "run"]
+    card = ["card", made / "run" / "drafter", made / "facts.yaml", *chosen]
+    invoke(*card, "--walked", files[0], "--walked", files[1])
+    text = (made / "run" / "drafter" / "README.md").read_text()
+    assert "tau on more prompts, float32" in text and f"| other, K = 7 | {found['tau']['7']:.2f} |" in text
+    walks = json.loads((made / "run" / "drafter" / "walked.json").read_text())
+    assert [walk["drafter"] for walk in walks] == [str(made / "run" / "drafter"), str(other)]
+    assert "did not walk with the weights of" in invoke(*card, "--walked", files[1], code=2)
+
+
+def test_rows_that_cannot_be_walked(made, tmp_path):
+    """Sampled ones, and ones of another tokenizer."""
+    options = ["--target", TARGET, "--drafter", TINY / "drafter"]
+    shutil.copytree(made / "rows", tmp_path / "rows")
+    manifest = tmp_path / "rows" / "manifest.json"
+    written = json.loads(manifest.read_text())
+    for change, expected in (
+        ({"temperature": 0.7}, "are not the target's greedy answers"),
+        ({"tokenizer": "0"}, "were made with the tokenizer"),
+    ):
+        manifest.write_text(json.dumps({**written, "settings": {**written["settings"], **change}}))
+        assert expected in invoke("walk", tmp_path / "rows", *options, code=2)
+    assert "makes no Jacobi passes" not in invoke("walk", made / "rows", *options, "--limit", "1")
+
+
 def test_numbers_of_other_weights_or_rows_are_refused(made, tmp_path):
     summary = made / "greedy" / "summary.json"
     before = summary.read_text()

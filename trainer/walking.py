@@ -8,6 +8,7 @@ Shapes: S tokens of a row, M anchors at a time.
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -53,15 +54,21 @@ def walked_tau(trainer: XPressTrainer, rows: Iterable[dict], passes: Sequence[in
     return {number: accepted[number] / rounds[number] + 1 for number in passes}
 
 
+class Walk(NamedTuple):
+    rows: str  # folder
+    count: int  # of rows
+    tau: dict[int | None, float]  # by number of passes; None for the drafter's own way
+
+
 def walk_folders(
     folders: Sequence[Path],
     target: str,
-    drafter: str,
+    drafter: XPressDrafterModel,
     passes: Sequence[int | None],
     limit: int | None = None,
     dtype: str = "float32",
-) -> Iterator[tuple[Path, dict[int | None, float]]]:
-    """`walked_tau` of the first `limit` rows of every folder, one folder after the other; `target` and `drafter` are names."""
+) -> Iterator[Walk]:
+    """`walked_tau` of the first `limit` rows of every folder, one folder after the other, for a target's name or folder."""
     parts = [load_rows(folder) for folder in folders]
     for folder, (_, manifest) in zip(folders, parts):
         if manifest["settings"]["answers"] != "regenerated" or manifest["settings"]["temperature"] > 0:
@@ -73,13 +80,12 @@ def walk_folders(
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
     for folder, (_, manifest) in zip(folders, parts):
         check_rows_are_of(str(folder), manifest, target, dtype, tokenizer, model)
-    loaded = XPressDrafterModel.from_pretrained(drafter, dtype=torch.float32)
     with TemporaryDirectory() as nothing:
         args = XPressTrainingArguments(nothing, report_to="none", bf16=dtype == "bfloat16")
         for folder, (rows, _) in zip(folders, parts):
             chosen = rows if limit is None else rows.select(range(min(limit, len(rows))))
-            trainer = XPressTrainer(loaded, model, args, train_dataset=chosen)
-            yield folder, walked_tau(trainer, chosen, passes)
+            trainer = XPressTrainer(drafter, model, args, train_dataset=chosen)
+            yield Walk(str(folder), len(chosen), walked_tau(trainer, chosen, passes))
 
 
 def accepted_everywhere(

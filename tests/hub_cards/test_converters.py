@@ -70,7 +70,7 @@ SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_
 REFUSED = {
     "another kind": ({"speculators_model_type": "eagle3"}, "'eagle3', expected one of .*'xpress'"),
     "no kind": ({"speculators_model_type": None}, "None, expected one of .*DeepSpec"),
-    "reduced vocabulary": ({"draft_vocab_size": 64}, "`draft_vocab_size`=64, expected 101"),
+    "reduced vocabulary without its maps": ({"draft_vocab_size": 64}, r"maps`=\[\], expected \['d2t', 't2d'\]"),
     "no layer ids": ({"aux_hidden_state_layer_ids": None}, r"no \['aux_hidden_state_layer_ids'\], expected all of"),
     "no mask": ({"mask_token_id": None}, r"no \['mask_token_id'\]"),
     "no layout": ({"sample_from_anchor": None}, r"no \['sample_from_anchor'\]"),
@@ -117,6 +117,25 @@ def test_vocabulary_maps_and_strangers_are_refused(tmp_path):
         load_speculators(tmp_path)
     save_file(tensors | {"embed_tokens.weight": torch.ones(101, 48)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected: \['embed_tokens.weight'\]"):
+        load_speculators(tmp_path)
+
+
+def test_reduced_vocabulary(tmp_path):
+    """As speculators saves one: `d2t` are the ids less their places, `t2d` a mask. CASES G15."""
+    write_speculators(tmp_path, draft_vocab_size=40)
+    whole, ids = load_file(tmp_path / "model.safetensors"), torch.arange(3, 83, 2)
+    mask = torch.zeros(101, dtype=torch.bool)
+    mask[ids] = True
+    maps = {"d2t": ids - torch.arange(40), "t2d": mask}
+    readout = {"refiner_head.readout.weight": whole["refiner_head.readout.weight"][ids]}
+    save_file(whole | readout | maps, tmp_path / "model.safetensors")
+    model = load_speculators(tmp_path)
+    assert model.vocabulary.ids_D.tolist() == ids.tolist() and model.config.draft_vocab_size == 40
+    assert torch.equal(model.xpress_head.w2.weight, readout["refiner_head.readout.weight"])
+    model.save_pretrained(tmp_path / "ours")
+    assert XPressDrafterModel.from_pretrained(tmp_path / "ours").vocabulary.ids_D.tolist() == ids.tolist()
+    save_file(whole | readout | maps | {"t2d": mask.roll(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="`t2d` and `d2t` name other tokens"):
         load_speculators(tmp_path)
 
 
