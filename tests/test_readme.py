@@ -34,6 +34,19 @@ def test_python_blocks_run_in_order(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "my-drafter" / "checkpoint-2" / "model.safetensors").exists()
 
 
+def test_the_example_of_a_real_model_is_the_same_with_other_names():
+    """The target is on the Hub, so it is not run; the drafter is here, and everything else is as in the block that runs."""
+    (real,), offline = blocks("py"), blocks("python")[0]
+    drafter = "hub_cards/xpress-smollm2-135m-b8"
+    for theirs, ours in (
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "hub_cards/tiny/target"),
+        (drafter, "hub_cards/tiny/drafter"),
+    ):
+        assert theirs in real
+        real = real.replace(theirs, ours)
+    assert real == offline and (ROOT / drafter / "model.safetensors").exists()
+
+
 @pytest.mark.parametrize("line", [line for line in shell_lines() if line.startswith("xpress ")])
 def test_commands_run(line, monkeypatch):
     monkeypatch.chdir(ROOT)
