@@ -52,13 +52,13 @@ def write_card(
             check_rows(folder, report, manifests)
         check_trained(drafter, training)
         model = check_weights(drafter, dict(zip(results, reports)))
-        walks = [json.loads(file.read_text(encoding="utf-8")) for file in walked or []]
-        if walks:
-            check_walked(drafter, walked[0], walks[0])
+        walks = [read_walk(file) for file in walked or []]
+        check_walked(drafter, walks, training)
         card = evaluated_card(read_facts(facts), model.config, model.num_parameters(), trained, reports, walks)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     card.save(drafter / CARD)
+    (drafter / WALKED).unlink(missing_ok=True)
     written = {RESULTS: reports} | ({WALKED: walks} if walks else {})
     for name, content in written.items():
         (drafter / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -156,13 +156,33 @@ def check_trained(drafter: Path, training: Path) -> None:
         )
 
 
-def check_walked(drafter: Path, file: Path, report: dict) -> None:
-    """Raises where the first walk is of another drafter."""
+def read_walk(file: Path) -> dict:
+    walk = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(walk, dict) or not walk.get("complete"):
+        raise ValueError(f"{file} is not of an `xpress walk --out` that came to its end: walk again.")
+    return walk
+
+
+def check_walked(drafter: Path, walks: list[dict], training: Path) -> None:
+    """Raises where the first walk is of another drafter, or rows of any were asked what it was trained on."""
     from .generation import XPressDrafterModel
+    from .trainer.asked import Asked
+    from .trainer.recipe_runs import NOTE
+    from .trainer.recipes import read_recipe
     from .trainer.row_folder import weights_fingerprint
 
-    if report["weights"] != weights_fingerprint(XPressDrafterModel.from_pretrained(drafter, dtype=torch.float32)):
-        raise ValueError(f"{file} did not walk with the weights of {drafter}, expected those first: walk with them.")
+    if not walks:
+        return
+    if walks[0]["weights"] != weights_fingerprint(XPressDrafterModel.from_pretrained(drafter, dtype=torch.float32)):
+        raise ValueError(
+            f"{walks[0]['drafter']} was walked with, expected the weights of {drafter} first: walk with them."
+        )
+    trained = {turn for rows in read_recipe(str(training / NOTE)).folders for turn in Asked.load(Path(rows)).turns}
+    for rows in (part["rows"] for walk in walks for part in walk["walks"]):
+        if known := trained.intersection(Asked.load(Path(rows)).turns):
+            raise ValueError(
+                f"{len(known)} questions of {rows}, which were walked, were trained on, expected none: walk rows of other prompts."
+            )
 
 
 def check_weights(drafter: Path, reports: dict[Path, dict]):

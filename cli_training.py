@@ -190,8 +190,10 @@ def walk(
         list[int] | None,
         typer.Option(min=0, help="Jacobi passes K; may be given several times. The drafter's own if omitted."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="First rows of every folder only.")] = None,
-    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of target and drafter.")] = "float32",
+    limit: Annotated[int | None, typer.Option(min=1, help="So many rows of every folder, evenly spread.")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the arithmetic; the drafter's weights are float32.")
+    ] = "float32",
     out: Annotated[Path | None, typer.Option(help="JSON file for the numbers.")] = None,
 ):
     """
@@ -209,15 +211,14 @@ def walk(
 
     logging.disable_progress_bar()
     try:
+        if out is not None and not out.absolute().parent.is_dir():
+            raise ValueError(f"`--out` is {out}, whose folder is not there, expected one that is: make it first.")
         model = XPressDrafterModel.from_pretrained(drafter, dtype=torch.float32)
-        report = {
-            "command": shlex.join(["xpress", *sys.argv[1:]]),
-            "drafter": drafter,
-            "weights": weights_fingerprint(model),
-        }
-        report |= {"dtype": dtype, "walks": []}
+        report = {"command": shlex.join(["xpress", *sys.argv[1:]]), "drafter": drafter, "target": target}
+        report |= {"weights": weights_fingerprint(model), "dtype": dtype, "complete": False, "walks": []}
         for walk in walk_folders(rows, target, model, passes or [None], limit, dtype):
             report["walks"].append({**walk._asdict(), "tau": {str(number): tau for number, tau in walk.tau.items()}})
+            report["complete"] = len(report["walks"]) == len(rows)
             if out is not None:
                 write_json(out, report)
     except (OSError, ValueError) as error:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 from ..generation import XPressDrafterModel
-from ..modeling_xpress import XPressDrafterConfig
+from ..modeling_xpress import DraftVocabulary, XPressDrafterConfig
 
 
 logger = logging.get_logger(__name__)
@@ -142,12 +142,12 @@ def _refuse_unread(config: dict, tensors: dict[str, torch.Tensor]) -> None:
     ):
         if got != expected:
             raise ValueError(f"the speculators checkpoint has `{key}`={got!r}, expected {expected!r}. {remedy}")
-    if reduced and not torch.equal(
-        tensors["t2d"].nonzero().flatten(), tensors["d2t"] + torch.arange(len(tensors["d2t"]))
-    ):
-        raise ValueError(
-            "the speculators checkpoint's `t2d` and `d2t` name other tokens, expected the same ones: download it again."
-        )
+    if reduced:
+        ids_D = DraftVocabulary.from_offsets(layers["vocab_size"], tensors["d2t"]).ids_D
+        if not torch.equal(tensors["t2d"].nonzero().flatten(), ids_D):
+            raise ValueError(
+                "the speculators checkpoint's `t2d` and `d2t` name other tokens, expected the same ones: download it again."
+            )
     if min(layer_ids) < 1:
         raise ValueError(
             f"`aux_hidden_state_layer_ids` is {layer_ids}, expected ids from 1 on: 0 is the embedding's output, which is "

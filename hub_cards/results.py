@@ -1,7 +1,5 @@
 """What a card says of measurements and of training, as Markdown, and what the Hub is told of them."""
 
-from pathlib import Path
-
 from huggingface_hub import EvalResult
 
 from ..generation.evaluation import PLAIN
@@ -62,20 +60,21 @@ def shares(means: list[dict]) -> str:
 
 def walked(reports: list[dict]) -> str:
     """Reports of `xpress walk`, a drafter each: tau of every number of passes on every folder of rows, and its mean."""
-    counts = {Path(walk["rows"]).name: walk["count"] for walk in reports[0]["walks"]}
+    same = ("target", "dtype", "rows")
+    kinds = [
+        (report["target"], report["dtype"], [[w["rows"], w["count"], w["made_from"]] for w in report["walks"]])
+        for report in reports
+    ]
+    for kind in kinds[1:]:
+        if different := [name for name, ours, theirs in zip(same, kind, kinds[0]) if ours != theirs]:
+            raise ValueError(f"the walks differ in their {' and '.join(different)}, expected the same: walk alike.")
     rows = []
     for report in reports:
-        found = {Path(walk["rows"]).name: walk["tau"] for walk in report["walks"]}
-        if found.keys() != counts.keys():
-            raise ValueError(
-                f"one report walked {sorted(found)}, expected {sorted(counts)}, as another: walk the same rows."
-            )
-        for number in next(iter(found.values())):
-            taus = [found[name][number] for name in counts]
+        for number in report["walks"][0]["tau"]:
+            taus = [walk["tau"][number] for walk in report["walks"]]
             how = "own passes" if number == "None" else f"K = {number}"
-            cells = (f"{tau:.2f}" for tau in [*taus, sum(taus) / len(taus)])
-            rows.append([f"{Path(report['drafter']).parent.name or report['drafter']}, {how}", *cells])
-    header = ["drafter", *(f"{name} ({count})" for name, count in counts.items()), "mean"]
+            rows.append([f"{report['drafter']}, {how}", *(f"{tau:.2f}" for tau in [*taus, sum(taus) / len(taus)])])
+    header = ["drafter", *(f"{walk['rows']} ({walk['count']})" for walk in reports[0]["walks"]), "mean"]
     return "\n\n".join([table(header, rows), "```\n" + "\n".join(report["command"] for report in reports) + "\n```"])
 
 

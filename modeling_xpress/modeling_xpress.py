@@ -130,8 +130,7 @@ class XPressModel(XPressPreTrainedModel):
         """The tokens that can be drafted, on the drafter's device."""
         if self.config.draft_vocab_size is None:
             return DraftVocabulary(self.config.vocab_size)
-        ids_D = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        return DraftVocabulary(self.config.vocab_size, ids_D)
+        return DraftVocabulary.from_offsets(self.config.vocab_size, self.d2t)
 
     @classmethod
     def for_target(
@@ -183,6 +182,11 @@ class XPressModel(XPressPreTrainedModel):
         if ids_D is not None:
             drafter.d2t.copy_(ids_D - torch.arange(len(ids_D)))
             drafter.check_vocabulary()
+        elif config.draft_vocab_size is not None and drafter.device.type != "meta":
+            raise ValueError(
+                f"`draft_vocab_size` is {config.draft_vocab_size} without `draft_token_ids`, expected those ids: nobody else knows "
+                "which tokens the target uses most."
+            )
         return drafter
 
     def check_vocabulary(self) -> None:

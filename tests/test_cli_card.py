@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import ModelCard
 from published import check_published
 from typer.testing import CliRunner
-from xpress_drafter import XPressDrafterModel
+from xpress_drafter import XPressDrafterConfig, XPressDrafterModel
 from xpress_drafter.cli import PROBLEMS, TINY, app
 from xpress_drafter.cli_card import describe_rows
 from xpress_drafter.hub_cards.cards import FACTS, read_facts
@@ -98,7 +98,7 @@ def test_the_card_says_what_was_measured_and_how_it_was_made(made):
 
 def test_walked_tau_is_on_the_card(made, tmp_path):
     """Of this drafter and of another one, on the target's own answers to the prompts that were measured."""
-    rows, other = tmp_path / "walk-asked", tmp_path / "other" / "drafter"
+    rows, other = tmp_path / "asked", tmp_path / "other"
     invoke("data", made / "asked.jsonl", rows, "--target", TARGET, "--dtype", "float32", "--max-new-tokens", "8")
     shutil.copytree(TINY / "drafter", other)
     files = []
@@ -107,36 +107,60 @@ def test_walked_tau_is_on_the_card(made, tmp_path):
         walk = ["walk", rows, "--target", TARGET, "--drafter", drafter, "--passes", "0", "--passes", "7"]
         printed = invoke(*walk, "--out", files[-1])
         (found,) = json.loads(files[-1].read_text())["walks"]
-        assert (
-            found["count"] == 2
-            and found["tau"].keys() == {"0", "7"}
-            and all(tau >= 1 for tau in found["tau"].values())
-        )
+        assert found["count"] == 2 and found["tau"].keys() == {"0", "7"} and min(found["tau"].values()) >= 1
         assert f"K = 7 | {found['tau']['7']:.2f} |" in printed
     assert found["tau"]["7"] > 1.5  # the shipped drafter
-    chosen = ["--results", made / "greedy", "--training", made / "run"]
-    card = ["card", made / "run" / "drafter", made / "facts.yaml", *chosen]
+    card = [
+        "card",
+        made / "run" / "drafter",
+        made / "facts.yaml",
+        "--results",
+        made / "greedy",
+        "--training",
+        made / "run",
+    ]
     invoke(*card, "--walked", files[0], "--walked", files[1])
     text = (made / "run" / "drafter" / "README.md").read_text()
-    assert "tau on more prompts, float32" in text and f"| other, K = 7 | {found['tau']['7']:.2f} |" in text
+    assert "tau on more prompts, float32" in text and f"| {other}, K = 7 | {found['tau']['7']:.2f} |" in text
     walks = json.loads((made / "run" / "drafter" / "walked.json").read_text())
     assert [walk["drafter"] for walk in walks] == [str(made / "run" / "drafter"), str(other)]
-    assert "did not walk with the weights of" in invoke(*card, "--walked", files[1], code=2)
+    assert "expected the weights of" in invoke(*card, "--walked", files[1], code=2)
+    for key, value, expected in (
+        ("dtype", "bfloat16", "the walks differ in their dtype"),
+        ("complete", False, "is not of an `xpress walk --out` that came to its end"),
+    ):
+        (tmp_path / "changed.json").write_text(json.dumps(walks[1] | {key: value}))
+        assert expected in invoke(*card, "--walked", files[0], "--walked", tmp_path / "changed.json", code=2)
+    invoke("walk", made / "rows", *walk[2:], "--drafter", made / "run" / "drafter", "--out", files[0])
+    assert "2 questions of" in invoke(*card, "--walked", files[0], code=2)
+    invoke(*card)
+    assert not (made / "run" / "drafter" / "walked.json").exists()
 
 
 def test_rows_that_cannot_be_walked(made, tmp_path):
-    """Sampled ones, and ones of another tokenizer."""
+    """Sampled ones, ones of another tokenizer; passes of a drafter without any; a file where there is no folder."""
     options = ["--target", TARGET, "--drafter", TINY / "drafter"]
     shutil.copytree(made / "rows", tmp_path / "rows")
     manifest = tmp_path / "rows" / "manifest.json"
     written = json.loads(manifest.read_text())
     for change, expected in (
         ({"temperature": 0.7}, "are not the target's greedy answers"),
+        ({"answers": "given"}, "are not the target's greedy answers"),
         ({"tokenizer": "0"}, "were made with the tokenizer"),
     ):
         manifest.write_text(json.dumps({**written, "settings": {**written["settings"], **change}}))
         assert expected in invoke("walk", tmp_path / "rows", *options, code=2)
-    assert "makes no Jacobi passes" not in invoke("walk", made / "rows", *options, "--limit", "1")
+    assert "whose folder is not there" in invoke(
+        "walk", made / "rows", *options, "--out", tmp_path / "no" / "f.json", code=2
+    )
+    plain = XPressDrafterModel.from_pretrained(TINY / "drafter").config.to_dict() | {
+        "xpress_rank": None,
+        "xpress_mlp_hidden": None,
+    }
+    XPressDrafterModel(XPressDrafterConfig.from_dict(plain)).save_pretrained(tmp_path / "plain")
+    options[-1] = tmp_path / "plain"
+    assert "makes no Jacobi passes" in invoke("walk", made / "rows", *options, "--limit", "1", "--passes", "1", code=2)
+    assert "own passes | 1.0" in invoke("walk", made / "rows", *options, "--limit", "1")
 
 
 def test_numbers_of_other_weights_or_rows_are_refused(made, tmp_path):

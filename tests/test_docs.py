@@ -49,7 +49,7 @@ def test_the_page_runs_from_prompts_to_a_drafter(tmp_path, monkeypatch, capsys):
         "are supervised" in rows and "memory a device, in all" in plan and "10 steps; the drafter lies in" in trained
     )
     assert "4 steps; the drafter lies in my-drafter/drafter" in own and "xPress fixed point" in compared
-    assert "| tiny-drafter, K = 7 | 1." in walked
+    assert "| tiny-drafter/drafter, K = 7 | 1." in walked
     assert names["output"].shape[1] > names["inputs"]["input_ids"].shape[1]
     assert names["trainer"].state.global_step == 2
     printed = capsys.readouterr().out

@@ -32,7 +32,7 @@ from transformers.utils import cached_file, extract_commit_hash, logging
 from ..generation.decoding_xpress import CACHE
 from .bfloat16 import warn_of_slow_bf16
 from .chat_rows import Turn, answer_turn, join_turns, prompt_ids, tokenize_chat
-from .roomy_cache import roomy_cache
+from .preallocated_cache import preallocated_cache
 from .row_folder import RowFolder, sha256, weights_fingerprint
 
 
@@ -244,11 +244,9 @@ class TargetAnswers:
         """The target's answers up to their end-of-turn token; None where its logits were not finite."""
         inputs = self.tokenizer.pad({"input_ids": prompts}, return_tensors="pt").to(self.target.device)
         watch = FiniteLogits()
-        cache = (
-            {CACHE: roomy_cache(self.target.config.get_text_config(decoder=True))}
-            if self.target._supports_default_dynamic_cache()
-            else {}
-        )
+        cache = {}
+        if self.target._supports_default_dynamic_cache():
+            cache = {CACHE: preallocated_cache(self.target.config.get_text_config(decoder=True))}
         outputs = self.target.generate(
             **inputs,
             max_new_tokens=self.settings.max_new_tokens,

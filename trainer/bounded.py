@@ -27,7 +27,7 @@ SLICE = 2**18  # elements of the elementwise work at a time on CPUs, so that it 
 class ObjectiveInputs(NamedTuple):
     """What the objective reads besides the drafter's states; fields over all blocks of a step."""
 
-    head: Callable[[torch.Tensor], torch.Tensor]  # the target's head: states [..., H] to logits [..., V]
+    head: Callable[[torch.Tensor], torch.Tensor]  # the target's head: states [..., H] to draft logits [..., V]
     tokens_MB: torch.Tensor  # the data's tokens: the anchor, then the labels
     predecessors_M: torch.Tensor  # the token before each anchor
     teacher_states_SH: torch.Tensor  # the target's last states, which the head turns into its distributions

@@ -52,7 +52,7 @@ class Sums:
         slots = zip(sums.pop("kept"), sums.pop("counted"))
         sums = {name: value[0] for name, value in sums.items()}
         weights = {"anchor": sums["anchor_weight"]}
-        means = {f"loss_{name}": sums[name] / weights.get(name, sums["weight"]) for name in TERMS}
+        means = {f"loss_{name}": sums[name] / (weights.get(name, sums["weight"]) or 1.0) for name in TERMS}
         means |= {name: value / sums["blocks"] + 1 for name, value in sums.items() if name.startswith("tau")}
         means |= {f"acceptance_slot_{k}": a / b for k, (a, b) in enumerate(slots, start=1) if b}
         return means | {"anchors_per_second": sums["blocks"] / (time.perf_counter() - self.started)}

@@ -25,7 +25,7 @@ class ObjectiveTerms(NamedTuple):
     teacher_forced: torch.Tensor
     consistency: torch.Tensor  # mean over the rounds
     anchor: torch.Tensor
-    weight: torch.Tensor  # sum of the weights of the counted slots
+    weight: torch.Tensor  # sum of the weights of the learned slots
     guesses: list[torch.Tensor]  # [M, P] arg-max tokens: of the base, then of every round
 
     def loss(self, lambda_c: float, lambda_b: float) -> torch.Tensor:
@@ -45,7 +45,8 @@ def slot_loss(
     `ce_weight * CE(label) + (1 - ce_weight) * sum_v |p - q|` of every slot `[M, P]`, in fp32.
 
     The second part is twice the total variation between the teacher's distribution p and the drafter's q: the
-    probability with which speculative sampling rejects (Leviathan et al. 2023) is its half.
+    probability with which speculative sampling rejects (Leviathan et al. 2023) is its half, p being over all tokens. Over a draft
+    vocabulary p is the teacher's distribution given that the token can be drafted.
     """
     log_q = F.log_softmax(logits_MPV.float(), dim=-1)
     ce = -log_q.gather(-1, labels_MP[..., None]).squeeze(-1)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from ..generation import XPressDrafterModel
 from ..generation.pairing_xpress import check_options
@@ -23,6 +24,8 @@ from .row_folder import check_rows_are_of, load_rows
 from .wrapping import bare_drafter, inside_forward
 from .xpress_trainer import XPressTrainer
 
+
+logger = logging.get_logger(__name__)
 
 ANCHORS = 32  # of a row, drafted from at a time
 
@@ -57,6 +60,7 @@ def walked_tau(trainer: XPressTrainer, rows: Iterable[dict], passes: Sequence[in
 class Walk(NamedTuple):
     rows: str  # folder
     count: int  # of rows
+    made_from: str  # their prompts' hash
     tau: dict[int | None, float]  # by number of passes; None for the drafter's own way
 
 
@@ -68,7 +72,10 @@ def walk_folders(
     limit: int | None = None,
     dtype: str = "float32",
 ) -> Iterator[Walk]:
-    """`walked_tau` of the first `limit` rows of every folder, one folder after the other, for a target's name or folder."""
+    """
+    `walked_tau` of every folder's rows, one folder after the other, for a target's name or folder. Of more than `limit` rows so
+    many are taken, evenly spread, as rows lie in the order of their prompts' lengths.
+    """
     parts = [load_rows(folder) for folder in folders]
     for folder, (_, manifest) in zip(folders, parts):
         if manifest["settings"]["answers"] != "regenerated" or manifest["settings"]["temperature"] > 0:
@@ -80,12 +87,22 @@ def walk_folders(
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
     for folder, (_, manifest) in zip(folders, parts):
         check_rows_are_of(str(folder), manifest, target, dtype, tokenizer, model)
+        if (answered := manifest["settings"]["dtype"]) != dtype:
+            logger.warning(
+                f"The rows of {folder} were answered in {answered} and are walked in {dtype}: where the target's two best logits "
+                "are within rounding of each other, `generate` would write another text."
+            )
     with TemporaryDirectory() as nothing:
         args = XPressTrainingArguments(nothing, report_to="none", bf16=dtype == "bfloat16")
-        for folder, (rows, _) in zip(folders, parts):
-            chosen = rows if limit is None else rows.select(range(min(limit, len(rows))))
+        for folder, (rows, manifest) in zip(folders, parts):
+            chosen = (
+                rows
+                if limit is None or limit >= len(rows)
+                else rows.select([i * len(rows) // limit for i in range(limit)])
+            )
             trainer = XPressTrainer(drafter, model, args, train_dataset=chosen)
-            yield Walk(str(folder), len(chosen), walked_tau(trainer, chosen, passes))
+            made_from = manifest["settings"]["prompts_sha256"]
+            yield Walk(str(folder), len(chosen), made_from, walked_tau(trainer, chosen, passes))
 
 
 def accepted_everywhere(

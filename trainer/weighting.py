@@ -25,7 +25,7 @@ def scheduled(kind: str, start: float, end: float, progress: float) -> float:
 
 def dpace_weights(q_MP: torch.Tensor, counted_MP: torch.Tensor, alpha: float) -> torch.Tensor:
     """
-    `weight_k = sum_{j >= k} prod_{i <= j} c_i` with `c_i = (1 - alpha) q_i + alpha`, over the slots that count `[M, P]`.
+    `weight_k = sum_{j >= k} prod_{i <= j} c_i` with `c_i = (1 - alpha) q_i + alpha`, over the slots that are learned `[M, P]`.
 
     q_i is the probability of slot i's label, so a slot weighs what it adds to the tokens that are expected to be kept.
     Source: D-PACE.

@@ -71,10 +71,9 @@ class XPressTrainer(Trainer):
         if args.freeze_backbone:
             freeze_backbone(drafter)
         self.target = freeze_target(target, args.device)
-        self.vocabulary = bare_drafter(drafter).vocabulary.to(args.device)
-        self._target_head = self.vocabulary.head(self.target)
         kwargs.setdefault("data_collator", XPressCollator())
         super().__init__(model=drafter, args=args, **kwargs)
+        self._read_vocabulary(self.model)
         self.model_accepts_loss_kwargs = True  # `num_items_in_batch` is our denominator, over the global batch
         self.loss_is_scaled_for_ga = True
         self._sums = Sums()
@@ -113,6 +112,15 @@ class XPressTrainer(Trainer):
         self.state = state
         return TrainOutput(state.global_step, 0.0, {})
 
+    def _load_from_checkpoint(self, *args, **kwargs):
+        # As `Trainer`, except that the checkpoint may hold another draft vocabulary: that of the rows it was begun with.
+        super()._load_from_checkpoint(*args, **kwargs)
+        self._read_vocabulary(self.model)
+
+    def _read_vocabulary(self, model: torch.nn.Module) -> None:
+        self.vocabulary = bare_drafter(model).vocabulary.to(self.args.device)
+        self._target_head = self.vocabulary.head(self.target)
+
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         # As `Trainer`, except that the backbone may learn at a rate of its own.
         fresh = self.optimizer is None
@@ -123,7 +131,7 @@ class XPressTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches: int, device: torch.device):
         # As `Trainer`, except that anchors are drawn here, seeded by step and process, so that a resumed run draws the
-        # same, and that the items are the weights of all slots that count in the global batch: the loss's denominators.
+        # same, and that the items are the weights of all learned slots in the global batch: the loss's denominators.
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         args = self.args
         draw = self.state.global_step * args.world_size + args.process_index
@@ -162,6 +170,7 @@ class XPressTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs: bool = False, num_items_in_batch=None):
         totals = self.totals(self.cut_blocks(inputs).learned) if num_items_in_batch is None else num_items_in_batch
+        totals = totals.where(totals > 0, 1.0)  # a batch may have no label that can be drafted; its loss is 0
         anchor_scale = totals[0] / totals[1] if self.args.undecayed_anchor else 1.0
         with self.accelerator.autocast():
             loss, _ = self.objective(model, inputs, anchor_scale)

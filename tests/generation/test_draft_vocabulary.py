@@ -25,7 +25,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 from xpress_drafter import XPressDrafterConfig, XPressDrafterModel
-from xpress_drafter.generation import resolve_block, resolve_left_to_right
+from xpress_drafter.generation import XPressCandidateGenerator, resolve_block, resolve_left_to_right
 from xpress_drafter.modeling_xpress import DraftVocabulary, base_logits
 
 
@@ -108,17 +108,29 @@ def test_left_to_right(sample):
         torch.manual_seed(5)
         drafts.append(resolve_left_to_right(part, logits, anchor, sample=sample, vocabulary=vocabulary))
     assert torch.equal(drafts[0].tokens, drafts[1].tokens) and len(drafts[1].tokens.unique()) > 4
+    if sample:
+        torch.testing.assert_close(*(draft.scores.softmax(dim=-1) for draft in drafts), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("refiner", REFINERS)
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
-def test_text_is_plains_and_drafts_are_kept_tokens(kind, refiner):
-    """Of a drafter whose vocabulary is what the text holds; of one that lacks most of it no draft is kept."""
-    text = ref(kind)
+def test_text_is_plains_and_drafts_are_kept_tokens(kind, refiner, monkeypatch):
+    """Of a drafter whose vocabulary is what the text holds, and of one that lacks most of it."""
+    text, drafts = ref(kind), []
+    get_candidates = XPressCandidateGenerator.get_candidates
+
+    def record(self, input_ids, *args, **kwargs):
+        candidates, scores = get_candidates(self, input_ids, *args, **kwargs)
+        drafts.extend(candidates[0, input_ids.shape[1] :].tolist())
+        return candidates, scores
+
+    monkeypatch.setattr(XPressCandidateGenerator, "get_candidates", record)
     for ids in (sorted(set(text[0].tolist())), KEPT):
         drafter = make_drafter(target(kind), draft_token_ids=ids, **REFINERS[refiner])
         output, drafting = drafted(target(kind), prompt(), drafter, 24)
         assert torch.equal(output, text[:, : output.shape[1]]) and drafting.drafted > 50
+        assert len(drafts) > 50 and set(drafts) <= set(ids)
+        drafts.clear()
     output, _ = drafted(target(kind), prompt(), drafter, 24, do_sample=True, top_k=1)
     assert torch.equal(output, text[:, : output.shape[1]])
 
@@ -132,11 +144,14 @@ def heads() -> dict:
     torch.manual_seed(0)
     hooked = nn.Linear(HIDDEN, VOCAB, bias=False)
     hooked.register_forward_hook(lambda module, inputs, output: -output)
+    replaced = nn.Linear(HIDDEN, VOCAB, bias=False)
+    replaced.forward = lambda x: -nn.functional.linear(x, replaced.weight)
     return {
         "plain": nn.Linear(HIDDEN, VOCAB, bias=False),
         "with a bias": nn.Linear(HIDDEN, VOCAB),
         "another module": Doubled(HIDDEN, VOCAB),
         "with a hook": hooked,
+        "with a forward of its own": replaced,
     }
 
 
@@ -162,7 +177,9 @@ def test_saved_folder_keeps_it(tmp_path):
     drafter.bfloat16().save_pretrained(tmp_path)
     loaded = AutoModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert loaded.config.draft_vocab_size == len(KEPT) and loaded.vocabulary.ids_D.tolist() == KEPT
-    assert loaded.d2t.tolist() == [token - column for column, token in enumerate(KEPT)]
+    assert loaded.d2t.dtype == torch.long and loaded.d2t.tolist() == [
+        token - column for column, token in enumerate(KEPT)
+    ]
     assert loaded.xpress_head.w2.weight.shape[0] == len(KEPT) and loaded.xpress_head.w1.weight.shape[0] == VOCAB
 
 
@@ -186,6 +203,8 @@ def test_weights_without_it_are_refused(tmp_path):
 def test_sizes_that_cannot_be(size):
     with pytest.raises(ValueError, match=f"`draft_vocab_size` is {size}, expected 1 to `vocab_size`=96"):
         make_drafter(target(), draft_vocab_size=size)
+    with pytest.raises(ValueError, match="`draft_vocab_size` is 5 without `draft_token_ids`, expected those ids"):
+        make_drafter(target(), draft_vocab_size=5)
     with pytest.raises(ValueError, match=r"expected ascending token ids"):
         XPressDrafterModel.for_target(
             target(), mask_token_id=MASK_TOKEN, num_hidden_layers=2, target_layer_ids=TAPS, draft_token_ids=[4, 4]

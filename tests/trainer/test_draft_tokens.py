@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rig import VOCAB, drafted, make_drafter, plain, prompt, target
-from training import EVERY, batch_of, make_rows, make_trainer
+from training import EVERY, Stop, batch_of, losses, make_rows, make_trainer
 from transformers import AutoModel, AutoModelForCausalLM
 from xpress_drafter.cli import TINY
 from xpress_drafter.modeling_xpress import DraftVocabulary
@@ -25,6 +25,9 @@ def test_the_most_used_are_chosen_and_the_lowest_fill_up():
     assert most_used_tokens(rows, 3, 10) == [5, 7, 8]
     assert most_used_tokens(rows, 5, 10) == [0, 1, 5, 7, 8]
     assert most_used_tokens(rows, 10, 10) == list(range(10))
+    for size in (0, 11, "many", True):
+        with pytest.raises(ValueError, match=f"`draft_vocab_size` is {size!r}, expected a whole number from 1 to"):
+            most_used_tokens(rows, size, 10)
 
 
 def test_nothing_is_learned_from_a_label_on_that_cannot_be_drafted():
@@ -85,6 +88,40 @@ def test_it_learns():
     trainer.train()
     logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert logged[-1] < 0.9 * logged[0] and not torch.equal(drafter.xpress_head.w2.weight, before)
+
+
+@pytest.mark.parametrize("undecayed", [False, True])
+def test_a_batch_without_a_label_that_can_be_drafted(undecayed):
+    """Its loss and gradient are 0, and what is logged and evaluated are numbers."""
+    rows = [{"input_ids": [4, 4, 50, 51, 52], "loss_mask": [0, 1, 1, 1, 1]}] * 2
+    drafter = make_drafter(target(), draft_token_ids=[0, 1, 2])
+    before = {name: parameter.clone() for name, parameter in drafter.named_parameters()}
+    trainer = make_trainer(
+        drafter, rows=rows, eval_dataset=rows, max_steps=2, optim="sgd", undecayed_anchor=undecayed, num_anchors=EVERY
+    )
+    trainer.train()
+    assert all(
+        entry["loss"] == 0 and entry["grad_norm"] == 0 for entry in trainer.state.log_history if "loss" in entry
+    )
+    assert all(torch.equal(parameter, before[name]) for name, parameter in drafter.named_parameters())
+    found = trainer.evaluate()
+    assert found["eval_tau"] == 1 and found["eval_loss"] == 0
+
+
+def test_a_resumed_run_keeps_the_vocabulary_of_its_checkpoint(tmp_path):
+    """Also where the rows, and with them a fresh drafter's tokens, are others by now."""
+    straight = make_trainer(make_drafter(target(), draft_token_ids=range(0, 40)), num_anchors=EVERY, max_steps=3)
+    straight.train()
+    own = {"num_anchors": EVERY, "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
+    begun = make_trainer(
+        make_drafter(target(), draft_token_ids=range(0, 40)), folder=tmp_path, callbacks=[Stop(2)], **own
+    )
+    begun.train()
+    resumed = make_trainer(make_drafter(target(), draft_token_ids=range(40, 80)), folder=tmp_path, **own)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.vocabulary.ids_D.tolist() == list(range(40))
+    assert losses(resumed)[-1]["loss"] == losses(straight)[-1]["loss"]
+    assert torch.equal(resumed.model.xpress_head.w2.weight, straight.model.xpress_head.w2.weight)
 
 
 def test_a_shipped_target_takes_one(tmp_path):

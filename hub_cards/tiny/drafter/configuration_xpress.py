@@ -60,7 +60,7 @@ class XPressDrafterConfig(Qwen3Config):
         xpress_rank, xpress_mlp_hidden, xpress_block_size (`int`): Rank R, MLP width m and block size of the causal
             refiner (arXiv 2608.02438). No rank: no refiner.
         xpress_num_passes (`int`): Jacobi passes K used unless a call says otherwise.
-        xpress_topc (`int`): Refine only this many best base tokens per slot; 0 refines the whole vocabulary.
+        xpress_topc (`int`): Refine only this many best base tokens per slot; 0 refines all that can be drafted.
         markov_rank (`int`): Rank of a Markov head (DSpark) in the refiner's place.
     """
 

@@ -27,6 +27,11 @@ class DraftVocabulary:
     def __init__(self, size: int, ids_D: torch.LongTensor | None = None):
         self.size, self.ids_D = size, ids_D
 
+    @classmethod
+    def from_offsets(cls, size: int, d2t_D: torch.LongTensor) -> "DraftVocabulary":
+        """Of ids less their columns, as EAGLE-3 and speculators keep them."""
+        return cls(size, d2t_D + torch.arange(len(d2t_D), device=d2t_D.device))
+
     def __len__(self) -> int:
         return self.size if self.ids_D is None else len(self.ids_D)
 
@@ -56,7 +61,7 @@ class DraftVocabulary:
         if self.ids_D is None:
             return module
         weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        hooked = module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
+        hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
         if type(module) is not nn.Linear or type(weight.data) is not torch.Tensor or hooked:
             return lambda h: self._select(module(h))  # quantised, adapted, offloaded, sharded
         ids = self.ids_D.to(weight.device)
