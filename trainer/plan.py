@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -110,7 +111,10 @@ def planned_drafter(recipe: Recipe, target: PreTrainedModel) -> XPressDrafterMod
                 f"The config of {recipe.drafter} could not be read: the drafter is counted by the recipe's fields "
                 f"{recipe.drafter_fields}, and by the defaults of a fresh one."
             )
-    return XPressDrafterModel.for_target(target, mask_token_id=0, **recipe.drafter_fields)
+    try:
+        return XPressDrafterModel.for_target(target, mask_token_id=0, **recipe.drafter_fields)
+    except StrictDataclassError as error:
+        raise ValueError(f"the drafter's fields are {recipe.drafter_fields}: {error}") from error
 
 
 def row_counts(recipe: Recipe) -> tuple[int, int, int]:

@@ -343,6 +343,9 @@ def test_a_draft_vocabulary_of_the_rows(tiny, rows, tmp_path):
         "output_dir": str(tmp_path / "on"),
     }
     assert make_trainer(tiny(**on)).vocabulary.ids_D.tolist() == ids
+    for make in (make_plan, make_trainer):
+        with pytest.raises(ValueError, match="`?draft_vocab_size`? is|draft_vocab_size"):
+            make(tiny(draft_vocab_size="many"))
     with pytest.raises(ValueError, match=r"do not fit the weights .*'d2t', 'xpress_head.w2.weight'"):
         make_trainer(tiny(draft_vocab_size=200, **on))
 
