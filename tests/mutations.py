@@ -28,6 +28,20 @@ class Mutation(NamedTuple):
 
 MUTATIONS = [
     Mutation(
+        "draft tokens named by their columns",
+        "modeling_xpress/vocabulary_xpress.py",
+        "columns if self.ids_D is None else self.ids_D[columns]",
+        "columns",
+        "tests/generation/test_draft_vocabulary.py",
+    ),
+    Mutation(
+        "slots learned behind a label that cannot be drafted",
+        "trainer/blocks.py",
+        "(draftable | (slots == 0)).cumprod(dim=-1).bool()",
+        "(draftable | (slots == 0))",
+        "tests/trainer/test_draft_tokens.py",
+    ),
+    Mutation(
         "labels shifted by one",
         "trainer/blocks.py",
         "at(input_ids_NS, indices), counted",

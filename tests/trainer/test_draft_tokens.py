@@ -33,10 +33,10 @@ def test_the_most_used_are_chosen_and_the_lowest_fill_up():
 def test_nothing_is_learned_from_a_label_on_that_cannot_be_drafted():
     """It and what follows it still count, as slots that fail; an anchor may be any token."""
     ids = torch.tensor([[4, 5, 6, 7, 8, 9, 4, 5, 6]])
-    mask, anchors = torch.ones_like(ids).bool(), torch.tensor([[0, 3, 5]])
+    mask, anchors = torch.ones_like(ids).bool(), torch.tensor([[0, 2, 3, 5]])
     vocabulary = DraftVocabulary(10, torch.tensor([4, 5, 6, 8, 9]))
     blocks = cut_blocks(ids, mask, anchors, torch.ones_like(anchors).bool(), 4, vocabulary=vocabulary)
-    assert blocks.learned[0].int().tolist() == [[0, 1, 1, 0], [0, 1, 1, 1], [0, 1, 1, 1]]
+    assert blocks.learned[0].int().tolist() == [[0, 1, 1, 0], [0, 0, 0, 0], [0, 1, 1, 1], [0, 1, 1, 1]]
     assert blocks.counted[0, :, 1:].all()
     whole = cut_blocks(ids, mask, anchors, torch.ones_like(anchors).bool(), 4)
     assert torch.equal(whole.learned, whole.counted)
