@@ -29,7 +29,7 @@ class Draft(NamedTuple):
     tokens: torch.Tensor  # [N, P]
     scores: (
         torch.Tensor | None
-    )  # [N, P, V] fp32, over the target's vocabulary: softmax is q; None when greedy, where q is one-hot
+    )  # fp32, over the target's vocabulary: softmax is q; None when greedy, where q is one-hot
     passes: int  # Jacobi passes run
 
 
@@ -249,9 +249,7 @@ class ShortlistReadout:
     def __init__(self, base_NPV: torch.Tensor, w2, size: int):
         self.shape = base_NPV.shape
         self.base_NPC, self.columns_NPC = row_topk(base_NPV, min(size, self.shape[-1]))
-        self.rows_NPCR = F.embedding(
-            self.columns_NPC, w2.weight
-        )  # plain indexing gathers several times slower on CPUs
+        self.rows_NPCR = F.embedding(self.columns_NPC, w2.weight)  # plain indexing is several times slower on CPUs
 
     def __call__(self, choose, latents_NPR: torch.Tensor):
         bias_NPC = torch.matmul(self.rows_NPCR, latents_NPR[..., None]).squeeze(-1)

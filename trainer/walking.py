@@ -95,11 +95,8 @@ def walk_folders(
     with TemporaryDirectory() as nothing:
         args = XPressTrainingArguments(nothing, report_to="none", bf16=dtype == "bfloat16")
         for folder, (rows, manifest) in zip(folders, parts):
-            chosen = (
-                rows
-                if limit is None or limit >= len(rows)
-                else rows.select([i * len(rows) // limit for i in range(limit)])
-            )
+            count = len(rows) if limit is None else min(limit, len(rows))
+            chosen = rows.select([i * len(rows) // count for i in range(count)])
             trainer = XPressTrainer(drafter, model, args, train_dataset=chosen)
             made_from = manifest["settings"]["prompts_sha256"]
             yield Walk(str(folder), len(chosen), made_from, walked_tau(trainer, chosen, passes))

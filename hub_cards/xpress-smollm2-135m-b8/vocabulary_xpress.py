@@ -60,13 +60,10 @@ class DraftVocabulary:
         module = target.get_output_embeddings()
         if self.ids_D is None:
             return module
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
         hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
-        if type(module) is not nn.Linear or type(weight.data) is not torch.Tensor or hooked:
-            return lambda h: self._select(module(h))  # quantised, adapted, offloaded, sharded
-        ids = self.ids_D.to(weight.device)
-        rows_DH, bias_D = weight.detach()[ids], None if bias is None else bias.detach()[ids]
+        if type(module) is not nn.Linear or type(module.weight.data) is not torch.Tensor or hooked:
+            # Quantised, adapted, offloaded, sharded: only the module knows how.
+            return lambda h: (logits := module(h)).index_select(-1, self.ids_D.to(logits.device))
+        ids_D, bias = self.ids_D.to(module.weight.device), module.bias
+        rows_DH, bias_D = module.weight.detach()[ids_D], None if bias is None else bias.detach()[ids_D]
         return lambda h: F.linear(h, rows_DH, bias_D)
-
-    def _select(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.index_select(-1, self.ids_D.to(logits.device))
