@@ -27,9 +27,8 @@ Scores = Callable[[torch.Tensor], torch.Tensor]
 
 class Draft(NamedTuple):
     tokens: torch.Tensor  # [N, P]
-    scores: (
-        torch.Tensor | None
-    )  # fp32, over the target's vocabulary: softmax is q; None when greedy, where q is one-hot
+    # fp32, over the target's vocabulary [N, P, V]: softmax is q. None when greedy, where q is one-hot.
+    scores: torch.Tensor | None
     passes: int  # Jacobi passes run
 
 
