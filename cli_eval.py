@@ -24,7 +24,7 @@ Drafter = Annotated[str | None, typer.Option(help="Hub id or folder of its xPres
 Arms = Annotated[
     str | None,
     typer.Option(
-        help='Of lookup, native-dflash, k0, xpress, markov, dflash, assistant, as "lookup xpress"; all that the given '
+        help='Of lookup, native-dflash, k0, xpress, xpress-lookup, markov, dflash, assistant, as "lookup xpress"; all that the given '
         "models allow if omitted. plain is always run."
     ),
 ]
@@ -115,7 +115,7 @@ def evaluate_pair(
 
 def default_arms(models: dict[str, str]) -> list[str]:
     """All arms that need no other model than these."""
-    own = ["native-dflash", "k0", "xpress"] if "drafter" in models else []
+    own = ["native-dflash", "k0", "xpress", "xpress-lookup"] if "drafter" in models else []
     return ["lookup", *own, *(role for role in ("markov", "dflash", "assistant") if role in models)]
 
 

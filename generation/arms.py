@@ -20,7 +20,7 @@ from .evaluation import PLAIN
 from .statistics_xpress import Round, track_drafting
 
 
-OWN_ARMS = ("k0", "xpress", "markov", "dflash")
+OWN_ARMS = ("k0", "xpress", "xpress-lookup", "markov", "dflash")
 ARM_NAMES = ("lookup", "native-dflash", *OWN_ARMS, "assistant")
 DEFAULT_PASSES = (1, 2, 4, 6)
 LOOKUP_TOKENS = 10
@@ -83,7 +83,7 @@ def check_arms(arms: list[str], configs: dict) -> None:
     unknown = sorted(set(arms) - set(ARM_NAMES))
     if unknown:
         raise ValueError(f"`--arms` names {unknown}, expected some of {', '.join(ARM_NAMES)} (plain always runs).")
-    needed = {"native-dflash": "drafter", "k0": "drafter", "xpress": "drafter"}
+    needed = dict.fromkeys(("native-dflash", "k0", "xpress", "xpress-lookup"), "drafter")
     needed |= {role: role for role in ("markov", "dflash", "assistant")}
     for arm in arms:
         if arm in needed and needed[arm] not in configs:
@@ -93,7 +93,7 @@ def check_arms(arms: list[str], configs: dict) -> None:
     unused = sorted(set(configs) - {needed[arm] for arm in arms if arm in needed})
     if unused:
         raise ValueError(f"`--{unused[0]}` was given, but no arm of {arms} uses it: leave it out, or add its arm.")
-    refiners = {"k0": "xpress", "xpress": "xpress", "markov": "markov", "dflash": None}
+    refiners = {"k0": "xpress", "xpress": "xpress", "xpress-lookup": "xpress", "markov": "markov", "dflash": None}
     for arm in arms:
         if arm in refiners and (found := configs[needed[arm]].refiner_type) != refiners[arm]:
             raise ValueError(
@@ -139,6 +139,9 @@ def make_arms(
             fixed_point = models["drafter"].config.num_draft_tokens
             made += [pass_arm(f"xPress K = {k}", models["drafter"], k) for k in passes]
             made.append(pass_arm("xPress fixed point", models["drafter"], fixed_point))
+        elif arm == "xpress-lookup":
+            arguments = {"assistant_model": models["drafter"], "prompt_lookup_num_tokens": LOOKUP_TOKENS}
+            made.append(Arm("xPress and prompt lookup", arguments, own=True))
         else:
             name = {"markov": "Markov head", "dflash": "DFlash, trained alone", "assistant": "AR assistant"}[arm]
             extra = (tokenizers or {}) if arm == "assistant" else {}

@@ -1,4 +1,4 @@
-"""Proposing: block diffusion and refinement behind Transformers' `CandidateGenerator` contract.
+"""Proposing: block diffusion and refinement, or prompt lookup, behind Transformers' `CandidateGenerator` contract.
 
 Runs unchanged inside Transformers' assisted loop and inside ours (`decoding_xpress`). It holds what drafting needs
 for one sequence: the drafter's context (projected target features of all verified positions).
@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 
 from ..modeling_xpress.modeling_xpress import XPressModel, base_logits, context_features, states_to_keep
 from .jacobi_xpress import Draft, resolve_block, resolve_left_to_right
+from .lookup_xpress import look_up
 
 
 # Processors that treat every row of scores alone, whatever the tokens before it: they may shape drafts, and may be
@@ -76,7 +77,9 @@ class XPressCandidateGenerator(CandidateGenerator):
     Args:
         drafter (`XPressModel`): The drafter.
         target (`PreTrainedModel`): The model drafted for; its embedding and head are called as modules.
-        generation_config (`GenerationConfig`): `do_sample` and `max_length` are read.
+        generation_config (`GenerationConfig`): `do_sample` and `max_length` are read; and with `prompt_lookup_num_tokens`, a
+            round copies that many tokens in the place of drafting where the last `max_matching_ngram_size` (2 where
+            omitted) came before.
         logits_processor (`LogitsProcessorList`, *optional*): The target's. The row-wise ones shape drafts too.
         num_passes (`int`, *optional*): Jacobi passes K; the drafter's own where omitted.
         shortlist_size (`int`, *optional*): Base tokens refined per slot, 0 for all; the drafter's own where omitted.
@@ -102,6 +105,8 @@ class XPressCandidateGenerator(CandidateGenerator):
         self.shortlist_size = config.xpress_topc if shortlist_size is None else shortlist_size
         self.max_length = generation_config.max_length
         self.sample = bool(generation_config.do_sample)
+        self.lookup_length = generation_config.prompt_lookup_num_tokens or 0
+        self.ngram_size = generation_config.max_matching_ngram_size or 2
         self.warp = self._warp(logits_processor or LogitsProcessorList())
         self.model_kwargs_overrides = {"output_hidden_states": states_to_keep(self.layer_ids)}
         self.context: DraftContext | None = None
@@ -135,7 +140,8 @@ class XPressCandidateGenerator(CandidateGenerator):
             n_last_matches (`int`): Draft tokens of the last round that were kept.
 
         Returns:
-            `[1, n + P]` and `[1, P, V]`; fewer draft tokens where `max_length` is near. No scores when greedy.
+            `[1, n + P]` and `[1, P, V]`; fewer draft tokens where `max_length` is near. No scores when greedy, nor of
+            copied tokens.
         """
         if is_first_iteration:
             return input_ids, None
@@ -143,8 +149,10 @@ class XPressCandidateGenerator(CandidateGenerator):
         room = self.max_length - input_ids.shape[1] - 1
         if room <= 0:
             return input_ids, None
-        h = self.draft(input_ids, self._anchor_position(input_ids, model_kwargs))
-        self.last_draft = self.refine(h, self.guess(h), input_ids)
+        self.last_draft = self.copy(input_ids) if self.lookup_length else None
+        if self.last_draft is None:
+            h = self.draft(input_ids, self._anchor_position(input_ids, model_kwargs))
+            self.last_draft = self.refine(h, self.guess(h), input_ids)
         tokens = self.last_draft.tokens[:, :room].to(input_ids.device)
         scores = None if self.last_draft.scores is None else self.last_draft.scores[:, :room]
         return torch.cat([input_ids, tokens], dim=1), scores
@@ -166,6 +174,11 @@ class XPressCandidateGenerator(CandidateGenerator):
         if self.context is None:
             self.context = DraftContext(ids[:, :0])
         self.context.append(features.to(device=self.drafter.device, dtype=self.drafter.dtype), ids)
+
+    def copy(self, input_ids: torch.LongTensor) -> Draft | None:
+        """What the text itself has behind its last tokens, if they came before."""
+        tokens = look_up(input_ids[0], self.ngram_size, self.lookup_length)
+        return None if tokens is None else Draft(tokens[None], None, 0, copied=True)
 
     def draft(self, input_ids: torch.LongTensor, anchor_position: torch.Tensor) -> torch.Tensor:
         """One denoising pass of the block behind `input_ids`: its normed states `[1, B, H]`."""

@@ -48,7 +48,7 @@ def check_rows(rows: list[dict]) -> None:
     for row in rows:
         where = f"{row['set']}, prompt {row['index'] + 1}"
         for name, run in row["arms"].items():
-            accepted = sum(accepted for _, accepted, _ in run["rounds"])
+            accepted = sum(accepted for _, accepted, *_ in run["rounds"])
             expected = run["first_tokens"] + accepted + len(run["rounds"])
             if run["tokens"] != expected:
                 raise ValueError(
@@ -110,6 +110,7 @@ def summarise_arm(rows: list[dict], name: str, dtype: str, greedy: bool) -> dict
         "drafted": drafting.drafted,
         "accepted": drafting.accepted,
         "passes": drafting.passes,
+        "copied": drafting.copied,
         "tau": tau_of(drafting.accepted, len(drafting.rounds)),
         "tau_interval": bootstrap_tau(
             [sum(r[1] for r in run["rounds"]) for run in runs], [len(run["rounds"]) for run in runs]

@@ -98,6 +98,13 @@ MUTATIONS = [
         "tests/trainer/test_objective.py",
     ),
     Mutation(
+        "a copied draft from one place too early",
+        "generation/lookup_xpress.py",
+        "return ids_n[start + ",
+        "return ids_n[start - 1 + ",
+        "tests/generation/test_lookup.py",
+    ),
+    Mutation(
         "anchors that no step changes",
         "trainer/xpress_trainer.py",
         "(args.seed * 1_000_003 + draw) % 2**32",

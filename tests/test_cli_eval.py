@@ -26,6 +26,7 @@ PROBLEMS = TINY.parent / "prompts" / "word_problems.jsonl"
 PAIR = ["--target", str(TINY / "target"), "--drafter", str(TINY / "drafter")]
 SMALL = [str(PROBLEMS), *PAIR, "--limit", "2", "--max-new-tokens", "10", "--dtype", "float32", "--passes", "2"]
 ARMS = ["plain", "prompt lookup", "DFlash in Transformers", "DFlash (K = 0)", "xPress K = 2", "xPress fixed point"]
+ARMS += ["xPress and prompt lookup"]
 
 
 def invoke(*arguments):
@@ -116,7 +117,7 @@ def test_native_dflash_and_ours_without_passes_agree_in_tau(stopped_and_resumed)
 def test_what_was_run_and_where_is_stated_without_a_host(stopped_and_resumed):
     report = report_of(stopped_and_resumed[0])
     settings = report["settings"]
-    assert settings["arms"] == dict(zip(ARMS, [None, None, None, 0, 2, 7])) and list(settings["arms"]) == ARMS
+    assert settings["arms"] == dict(zip(ARMS, [None, None, None, 0, 2, 7, None])) and list(settings["arms"]) == ARMS
     assert settings["environment"]["threads"] == torch.get_num_threads()
     assert {"device", "cpu_capability", "python", "torch", "transformers", "xpress_drafter"} < set(
         settings["environment"]
@@ -192,7 +193,7 @@ def test_a_report_with_a_planted_error_is_not_written(stopped_and_resumed):
     report = report_of(stopped_and_resumed[0])
     report["arms"][-1]["accepted"] += 1
     for write in (markdown, lambda planted: write_plots(planted, stopped_and_resumed[0])):
-        with pytest.raises(ValueError, match="word_problems, xPress fixed point: 20 tokens"):
+        with pytest.raises(ValueError, match="word_problems, xPress and prompt lookup: 20 tokens"):
             write(report)
 
 

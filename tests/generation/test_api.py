@@ -33,7 +33,11 @@ REFUSALS = {
     "synced_gpus": ({"synced_gpus": True}, "`synced_gpus`"),
     "guidance_scale": ({"guidance_scale": 1.5}, "`guidance_scale`=1.5"),
     "ensemble": ({"assistant_ensemble_weight": 0.5}, "`assistant_ensemble_weight`=0.5"),
-    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "`prompt_lookup_num_tokens`=3"),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 0}, "`prompt_lookup_num_tokens` is 0, expected a whole number"),
+    "n-gram": (
+        {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1},
+        "`max_matching_ngram_size` is -1, expected a whole number",
+    ),
     "early exit": ({"assistant_early_exit": 1}, "`assistant_early_exit`=1"),
     "mtp": ({"use_mtp": True}, "`use_mtp`=True"),
     "prefill_chunk_size": ({"prefill_chunk_size": 4}, "`prefill_chunk_size`=4"),

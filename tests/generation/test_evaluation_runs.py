@@ -37,7 +37,7 @@ def test_every_arm_is_counted_by_one_rule():
         "dflash": make_drafter(model, xpress_rank=None),
         "assistant": make_target(seed=3),
     }
-    names = ["lookup", "native-dflash", "k0", "xpress", "markov", "dflash", "assistant"]
+    names = ["lookup", "native-dflash", "k0", "xpress", "xpress-lookup", "markov", "dflash", "assistant"]
     runs = {
         arm.name: run_arm(model, prompt(), arm, max_new_tokens=24, do_sample=False)
         for arm in make_arms(names, models, passes=[2])

@@ -85,6 +85,7 @@ def assisted_decoding(
     )
     sinks = (loop.statistics, *tracked())
     if generation_config.return_dict_in_generate or len(sinks) > 1:
+        generator.copy = timed("draft", generator.copy, sinks, target.device)
         generator.draft = timed("draft", generator.draft, sinks, drafter.device)
         generator.guess = timed("draft", generator.guess, sinks, drafter.device)
         generator.refine = timed("refine", generator.refine, sinks, drafter.device)
@@ -137,9 +138,10 @@ class DecodingLoop:
                 outputs, self.model_kwargs, num_new_tokens=kept
             )
             if length > self.prompt_length:
-                passes = self.generator.last_draft.passes if drafts.shape[1] else 0
+                last = self.generator.last_draft
+                how = (last.passes, last.copied) if drafts.shape[1] else (0, False)
                 for sink in sinks:
-                    sink.rounds.append(Round(drafts.shape[1], kept - 1, passes))
+                    sink.rounds.append(Round(drafts.shape[1], kept - 1, *how))
             if self.stopped:
                 break
             candidates, scores = self.generator.get_candidates(self.ids, self.model_kwargs, outputs, False, kept - 1)

@@ -30,6 +30,7 @@ class Draft(NamedTuple):
     # fp32, over the target's vocabulary [N, P, V]: softmax is q. None when greedy, where q is one-hot.
     scores: torch.Tensor | None
     passes: int  # Jacobi passes run
+    copied: bool = False  # from the text so far, in the place of drafting
 
 
 def row_argmax(logits: torch.Tensor, chunk: int = 1024) -> torch.Tensor:

@@ -22,6 +22,7 @@ class Round(NamedTuple):
     drafted: int  # draft tokens verified
     accepted: int  # of those kept
     passes: int  # Jacobi passes run
+    copied: bool = False  # from the text itself, by prompt lookup, and not drafted
 
 
 @dataclass
@@ -45,6 +46,11 @@ class DraftingStatistics:
     @property
     def passes(self) -> int:
         return sum(r.passes for r in self.rounds)
+
+    @property
+    def copied(self) -> int:
+        """Rounds that copied from the text in the place of drafting."""
+        return sum(r.copied for r in self.rounds)
 
     @property
     def tau(self) -> float:
