@@ -169,6 +169,10 @@ def generate(
     drafter: Drafter = str(TINY / "drafter"),
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     passes: Passes = None,
+    lookup: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens to copy where the last two came before (prompt lookup); drafts elsewhere."),
+    ] = None,
     max_new_tokens: MaxNewTokens = 256,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     dtype: Dtype = "float32",
@@ -176,11 +180,10 @@ def generate(
     """Streams one answer of any target with its drafter."""
     tokenizer, model, assistant = load_pair(target, drafter, torch_dtype(dtype))
     torch.manual_seed(seed)
+    options = {"max_new_tokens": max_new_tokens, "num_passes": passes, "prompt_lookup_num_tokens": lookup}
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     try:
-        stream_answer(
-            tokenizer, model, assistant, prompt, max_new_tokens=max_new_tokens, num_passes=passes, **sampling
-        )
+        stream_answer(tokenizer, model, assistant, prompt, **options, **sampling)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
 

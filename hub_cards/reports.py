@@ -146,8 +146,9 @@ def slot_table(arms: list[dict]) -> str:
     rows = []
     for arm in drafting:
         shares = [f"{share:.2f}" for share in arm["acceptance"]]
-        rows.append([arm["arm"], *shares, *["-"] * (longest - len(shares))])
-    return table(["arm", *map(str, range(1, longest + 1))], rows)
+        rounds = [str(arm["rounds"]), f"{arm['copied'] / max(arm['rounds'], 1):.0%}" if arm["copied"] else "-"]
+        rows.append([arm["arm"], *rounds, *shares, *["-"] * (longest - len(shares))])
+    return table(["arm", "rounds", "copied", *map(str, range(1, longest + 1))], rows)
 
 
 def time_table(arms: list[dict]) -> str:
