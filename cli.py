@@ -102,8 +102,9 @@ def stream_answer(tokenizer, target, drafter, prompt: str, **generate) -> None:
         streamer = RoundStreamer(tokenizer, drafting)
         target.generate(inputs, assistant_model=drafter, streamer=streamer, **generate)
     tokens = len(streamer.tokens)
+    copied = f", {drafting.copied} of them copied" if drafting.copied else ""
     console.print(
-        f"[dim]{tokens} tokens in {len(drafting.rounds)} rounds; tau {drafting.tau:.2f} tokens per round (accepted + 1); "
+        f"[dim]{tokens} tokens in {len(drafting.rounds)} rounds{copied}; tau {drafting.tau:.2f} tokens per round (accepted + 1); "
         f"{tokens / drafting.seconds['total']:.0f} tokens/s; {drafting.overhead:.0%} of the time outside forwards and "
         "refinement[/dim]"
     )

@@ -48,7 +48,7 @@ def check_rows(rows: list[dict]) -> None:
     for row in rows:
         where = f"{row['set']}, prompt {row['index'] + 1}"
         for name, run in row["arms"].items():
-            accepted = sum(accepted for _, accepted, *_ in run["rounds"])
+            accepted = sum(r[1] for r in run["rounds"])
             expected = run["first_tokens"] + accepted + len(run["rounds"])
             if run["tokens"] != expected:
                 raise ValueError(

@@ -24,6 +24,7 @@ from .evaluation import PLAIN
 
 SETTINGS, ROWS = "settings.json", "rows.jsonl"
 WARM_UP_TOKENS = 8
+MISSING = "not set"  # beside values, among them None
 
 
 class Prompt(NamedTuple):
@@ -106,9 +107,9 @@ def check_same(path: Path, found: dict, wanted: dict) -> None:
 def differences(found: dict, wanted: dict) -> list[str]:
     """Every setting in which a folder differs from what is wanted of it, with both values."""
     return [
-        f"`{key}` is {wanted.get(key)!r}, there {found.get(key)!r}"
+        f"`{key}` is {wanted.get(key, MISSING)!r}, there {found.get(key, MISSING)!r}"
         for key in sorted({*found, *wanted})
-        if found.get(key) != wanted.get(key)
+        if found.get(key, MISSING) != wanted.get(key, MISSING)
     ]
 
 

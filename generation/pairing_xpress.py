@@ -106,15 +106,18 @@ def check_call(target, input_ids, generation_config, synced_gpus: bool, cache, m
         value = getattr(generation_config, name)
         if value not in (None, False) and (name, value) != ("guidance_scale", 1):
             raise ValueError(f"`{name}`={value} is not supported with an xPress drafter: leave one of the two out.")
-    check_lookup(generation_config.prompt_lookup_num_tokens, generation_config.max_matching_ngram_size)
+    check_lookup(generation_config)
     check_cache(target, cache)
 
 
-def check_lookup(num_tokens, ngram_size) -> None:
+def check_lookup(generation_config) -> None:
     """Raises for settings of prompt lookup that cannot be run beside a drafter."""
-    for name, value in (("prompt_lookup_num_tokens", num_tokens), ("max_matching_ngram_size", ngram_size)):
+    if generation_config.prompt_lookup_num_tokens is None:
+        return
+    for name, otherwise in (("prompt_lookup_num_tokens", "to copy nothing"), ("max_matching_ngram_size", "for 2")):
+        value = getattr(generation_config, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError(f"`{name}` is {value!r}, expected a whole number of at least 1, or None to copy nothing.")
+            raise ValueError(f"`{name}` is {value!r}, expected a whole number of at least 1, or None {otherwise}.")
 
 
 def check_cache(target, cache) -> None:

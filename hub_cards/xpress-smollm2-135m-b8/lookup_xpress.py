@@ -6,7 +6,7 @@ Shapes: n tokens of the text so far, L proposed.
 import torch
 
 
-LONGEST_MATCH = 32  # tokens compared at each place, at most
+LONGEST_MATCH = 32  # tokens compared at each place, unless more must match
 
 
 def look_up(ids_n: torch.LongTensor, ngram_size: int, length: int) -> torch.LongTensor | None:
@@ -25,7 +25,7 @@ def look_up(ids_n: torch.LongTensor, ngram_size: int, length: int) -> torch.Long
     ids = ids_n.cpu()
     n = len(ids)
     places = torch.arange(1, n)  # of the first token copied
-    for size in range(1, LONGEST_MATCH + 1):
+    for size in range(1, max(LONGEST_MATCH, ngram_size) + 1):
         longer = places[places >= size]
         longer = longer[ids[longer - size] == ids[n - size]]
         if len(longer) == 0:

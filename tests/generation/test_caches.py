@@ -351,5 +351,6 @@ def test_drafter_context_is_not_kept_twice():
             return_dict_in_generate=True,
         )
     _, context = candidate_generator_xpress._CONTEXTS[turn[CACHE]]
-    assert context.ids.shape[1] == context.cache.get_seq_length() + context.pending.shape[1] == 30
-    assert context.pending.shape[1] <= BLOCK and context.pending.shape[2] == len(TAPS) * HIDDEN
+    [pending] = context.pending
+    assert context.ids.shape[1] == context.cache.get_seq_length() + pending.shape[1] == 30
+    assert pending.shape[1] <= BLOCK and pending.shape[2] == len(TAPS) * HIDDEN

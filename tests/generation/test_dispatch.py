@@ -107,37 +107,40 @@ def test_upstreams_dflash_accepts_as_ours_without_passes(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3-alternating"])
 @pytest.mark.parametrize("make", [lambda m, text: oracle(m, text, PATTERN), lambda m, text: make_drafter(m)])
-def test_our_candidates_in_transformers_own_loop(kind, make, monkeypatch):
-    """The candidate generator keeps upstream's contract: same tokens, same acceptance as our loop."""
+@pytest.mark.parametrize("lookup", [None, 3])
+def test_our_candidates_in_transformers_own_loop(kind, make, lookup, monkeypatch):
+    """The candidate generator keeps upstream's contract: same tokens, same acceptance as our loop, copied ones too."""
     model, drafter, matches = target(kind), make(target(kind), ref(kind)), []
+    copying = {"prompt_lookup_num_tokens": lookup, "max_matching_ngram_size": 1}
 
     class Generator(XPressCandidateGenerator):
         def update_candidate_strategy(self, input_ids, scores, num_matches):
             matches.append(int(num_matches))
 
     def get_candidate_generator(self, generation_config, logits_processor, **kwargs):
+        generation_config.update(**copying)
         return Generator(drafter, self, generation_config, logits_processor)
 
     with monkeypatch.context() as patch:
         patch.setattr(GenerationMixin, "_get_candidate_generator", get_candidate_generator)
-        # Prompt lookup only opens the door to the assisted loop.
+        # Here prompt lookup only opens the door to the assisted loop.
         output = plain(model, prompt(), 24, prompt_lookup_num_tokens=2)
     assert torch.equal(output, ref(kind)[:, :31])
     drafter.drafts = 0
-    _, drafting = drafted(model, prompt(), drafter, 24)
+    _, drafting = drafted(model, prompt(), drafter, 24, **copying)
+    assert (drafting.copied > 0) == (lookup is not None)
     assert matches[1:] == [r.accepted for r in drafting.rounds]  # the first is the prompt's forward
 
 
 def test_sampling_in_transformers_own_loop(monkeypatch):
     """Its verification takes our scores as q: with top_k=1 the text is the greedy one."""
     drafter = oracle(target(), ref(), PATTERN)
-    monkeypatch.setattr(
-        GenerationMixin,
-        "_get_candidate_generator",
-        lambda self, generation_config, logits_processor, **kwargs: XPressCandidateGenerator(
-            drafter, self, generation_config, logits_processor
-        ),
-    )
+
+    def get_candidate_generator(self, generation_config, logits_processor, **kwargs):
+        generation_config.prompt_lookup_num_tokens = None  # it only opened the door
+        return XPressCandidateGenerator(drafter, self, generation_config, logits_processor)
+
+    monkeypatch.setattr(GenerationMixin, "_get_candidate_generator", get_candidate_generator)
     output = plain(target(), prompt(), 24, prompt_lookup_num_tokens=2, do_sample=True, top_k=1)
     assert torch.equal(output, ref()[:, :31]) and drafter.drafts > 5
 

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from rig import CONFIGS, VOCAB, drafted, make_drafter, make_target, oracle, plain, prompt, target
+from rig import CACHE, CONFIGS, VOCAB, drafted, make_drafter, make_target, oracle, plain, prompt, target
+from xpress_drafter.generation import DraftingStatistics
 from xpress_drafter.generation.lookup_xpress import LONGEST_MATCH, look_up
+from xpress_drafter.generation.statistics_xpress import Round
 
 
 def test_what_followed_the_same_tokens():
@@ -11,6 +13,8 @@ def test_what_followed_the_same_tokens():
     assert look_up(ids, 3, 4).tolist() == [8, 9, 1, 2]
     assert look_up(ids, 1, 2).tolist() == [8, 9]
     assert look_up(ids, 4, 4) is None  # three tokens are alike, not four
+    repeats = torch.cat([torch.arange(50), torch.arange(40)])
+    assert look_up(repeats, 40, 3).tolist() == [40, 41, 42] and look_up(repeats, 41, 3) is None
 
 
 def test_the_longest_match_before_the_latest():
@@ -35,13 +39,14 @@ def test_one_token_is_enough_where_that_is_asked():
 
 
 LONG = prompt(120)  # of 95 tokens, so that most have come before
+ONCE = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
 
 
 @pytest.mark.parametrize("length", [1, 3, 10])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_text_is_plains(kind, length):
     """An oracle that is right by turns, so that rounds of both kinds follow each other."""
-    model, once = target(kind), {"prompt_lookup_num_tokens": length, "max_matching_ngram_size": 1}
+    model, once = target(kind), ONCE | {"prompt_lookup_num_tokens": length}
     text = plain(model, LONG, 40)
     output, drafting = drafted(model, LONG, oracle(model, text, (0, 3, 5)), 40, **once)
     assert torch.equal(output, text)
@@ -51,9 +56,9 @@ def test_text_is_plains(kind, length):
 
 def test_drafting_behind_copied_rounds_is_as_if_all_had_been_drafted():
     """The oracle looks tokens up by position, on a backbone whose cache must hold every verified one."""
-    model, once = target(), {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}
+    model = target()
     text = plain(model, LONG, 40)
-    _, drafting = drafted(model, LONG, oracle(model, text, (4,)), 40, **once)
+    _, drafting = drafted(model, LONG, oracle(model, text, (4,)), 40, **ONCE)
     own = [r for r in drafting.rounds[:-1] if not r.copied]
     assert drafting.copied and own
     assert {r.accepted for r in own} == {4}
@@ -82,22 +87,72 @@ def test_copied_tokens_are_kept_where_the_text_repeats(sampling):
 
 
 def test_sampled_tokens_have_the_targets_distribution():
-    """The first token behind a copied draft, over many runs, against the target's own probabilities."""
+    """The second token, behind one that was seen before and therefore copied from, over many runs."""
     model = make_target(initializer_range=0.1)
-    ids = torch.cat([prompt(6), prompt(6)], dim=1)
-    drafter, runs = make_drafter(model), 600
-    kwargs = {"do_sample": True, "top_k": 0, "max_new_tokens": 3, "prompt_lookup_num_tokens": 2}
-    kwargs |= {"max_matching_ngram_size": 1}
+    everything = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[None]
+    successor = everything[0].argsort()  # each token's place, then the token behind it
+    successor = everything[0, (successor + 1) % VOCAB]
+    drafter, runs = make_drafter(model), 400
+    kwargs = {"do_sample": True, "top_k": 0, "max_new_tokens": 3, **ONCE}
     torch.manual_seed(0)
-    seen, copied = torch.zeros(VOCAB), 0
+    seen, copied, kept = torch.zeros(VOCAB), 0, 0
     for _ in range(runs):
-        output, drafting = drafted(model, ids, drafter, **kwargs)
-        copied += drafting.copied
-        seen[output[0, 13]] += 1
-    with torch.no_grad():  # the second token's distribution, over all first ones
-        first_V = model(ids).logits[0, -1].softmax(-1)
-        followed = torch.cat([ids.expand(VOCAB, -1), torch.arange(VOCAB)[:, None]], dim=1)
-        expected = runs * first_V @ model(followed).logits[:, -1].softmax(-1)
-    statistic = ((seen - expected) ** 2 / expected).sum()
-    assert copied > runs / 20
-    assert statistic < VOCAB - 1 + 4 * (2 * (VOCAB - 1)) ** 0.5
+        output, drafting = drafted(model, everything, drafter, **kwargs)
+        copied += drafting.rounds[0].copied
+        first, second = output[0, -3:-1].tolist()
+        seen[second] += 1
+        kept += second == successor[first]
+    with torch.no_grad():
+        first_V = model(everything).logits[0, -1].softmax(-1)
+        followed = torch.cat([everything.expand(VOCAB, -1), torch.arange(VOCAB)[:, None]], dim=1)
+        second_VV = model(followed).logits[:, -1].softmax(-1)
+    expected = runs * first_V @ second_VV
+    expected_kept = runs * float(first_V @ second_VV[torch.arange(VOCAB), successor])
+    assert copied > 0.95 * runs  # but for the prompt's last token, which has nothing behind it yet
+    assert ((seen - expected) ** 2 / expected).sum() < VOCAB - 1 + 4 * (2 * (VOCAB - 1)) ** 0.5
+    assert abs(kept - expected_kept) < 5 * expected_kept**0.5
+
+
+def test_padding_is_neither_matched_nor_copied():
+    """As if it had never been: the same rounds, though the pads are the text's own tokens."""
+    model, start = target(), torch.tensor([[3, 9, 4, 9, 8, 4]])
+    pads, mask = torch.tensor([[9, 8, 4, 9, 8]]), torch.ones(1, 11, dtype=torch.long)
+    mask[:, :5] = 0
+    text = plain(model, start, 24)
+    output, drafting = drafted(model, start, oracle(model, text, (3, 0)), 24, **ONCE)
+    padded = torch.cat([pads, start], dim=1)
+    padded_output, padded_drafting = drafted(
+        model, padded, oracle(model, text, (3, 0)), 24, attention_mask=mask, **ONCE
+    )
+    assert torch.equal(output, text) and torch.equal(padded_output[:, 5:], text)
+    assert drafting.copied and padded_drafting.rounds == drafting.rounds
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"repetition_penalty": 1.3}, {"cache_implementation": "static"}, {"eos_token_id": 17}],
+    ids=str,
+)
+def test_what_else_a_call_asks_for(kwargs):
+    model = target()
+    text = plain(model, LONG, 40, **kwargs)
+    output, drafting = drafted(model, LONG, make_drafter(model), 40, **ONCE, **kwargs)
+    assert torch.equal(output, text) and drafting.copied
+
+
+def test_records_and_a_second_turn_on_the_cache():
+    model, drafter = target(), make_drafter(target())
+    wanted = {"return_dict_in_generate": True, "output_scores": True}
+    expected = plain(model, LONG, 20, **wanted)
+    turn, drafting = drafted(model, LONG, drafter, 20, **wanted, **ONCE)
+    assert drafting.copied and torch.equal(turn.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(turn.scores), torch.stack(expected.scores), atol=1e-4, rtol=1e-4)
+    again = torch.cat([turn.sequences, prompt(3)], dim=1)
+    output, drafting = drafted(model, again, drafter, 20, **{CACHE: turn[CACHE]}, **ONCE)
+    assert drafting.copied and torch.equal(output, plain(model, again, 20))
+
+
+def test_acceptance_by_slot_is_of_drafted_rounds():
+    drafting = DraftingStatistics([Round(5, 2, 1), Round(10, 10, 0, True), Round(5, 0, 1)])
+    assert drafting.acceptance == [0.5, 0.5, 0.0, 0.0, 0.0]
+    assert (drafting.copied, drafting.tau) == (1, 5.0)

@@ -47,10 +47,10 @@ class DraftContext:
 
     ids: torch.LongTensor
     cache: DynamicCache = field(default_factory=DynamicCache)
-    pending: torch.Tensor | None = None  # features [1, m, H * taps] not yet projected
+    pending: list[torch.Tensor] = field(default_factory=list)  # features [1, m, H * taps] not yet projected, by round
 
     def append(self, features: torch.Tensor, ids: torch.LongTensor):
-        self.pending = features if self.pending is None else torch.cat([self.pending, features], dim=1)
+        self.pending.append(features)
         self.ids = torch.cat([self.ids, ids], dim=1)
 
     def crop(self, length: int):
@@ -58,9 +58,9 @@ class DraftContext:
         surplus = self.ids.shape[1] - length
         if surplus <= 0:
             return
-        pending = 0 if self.pending is None else self.pending.shape[1]
+        pending = sum(features.shape[1] for features in self.pending)
         if pending:
-            self.pending = self.pending[:, : max(pending - surplus, 0)]
+            self.pending = [torch.cat(self.pending, dim=1)[:, : max(pending - surplus, 0)]]
         if surplus > pending:
             self.cache.crop(pending - surplus)
         self.ids = self.ids[:, :length]
@@ -79,7 +79,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         target (`PreTrainedModel`): The model drafted for; its embedding and head are called as modules.
         generation_config (`GenerationConfig`): `do_sample` and `max_length` are read; and with `prompt_lookup_num_tokens`, a
             round copies that many tokens in the place of drafting where the last `max_matching_ngram_size` (2 where
-            omitted) came before.
+            omitted) or more came before. There upstream goes down to one token, having nothing else to propose.
         logits_processor (`LogitsProcessorList`, *optional*): The target's. The row-wise ones shape drafts too.
         num_passes (`int`, *optional*): Jacobi passes K; the drafter's own where omitted.
         shortlist_size (`int`, *optional*): Base tokens refined per slot, 0 for all; the drafter's own where omitted.
@@ -149,7 +149,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         room = self.max_length - input_ids.shape[1] - 1
         if room <= 0:
             return input_ids, None
-        self.last_draft = self.copy(input_ids) if self.lookup_length else None
+        self.last_draft = self.copy(input_ids, model_kwargs.get("attention_mask")) if self.lookup_length else None
         if self.last_draft is None:
             h = self.draft(input_ids, self._anchor_position(input_ids, model_kwargs))
             self.last_draft = self.refine(h, self.guess(h), input_ids)
@@ -175,17 +175,20 @@ class XPressCandidateGenerator(CandidateGenerator):
             self.context = DraftContext(ids[:, :0])
         self.context.append(features.to(device=self.drafter.device, dtype=self.drafter.dtype), ids)
 
-    def copy(self, input_ids: torch.LongTensor) -> Draft | None:
-        """What the text itself has behind its last tokens, if they came before."""
-        tokens = look_up(input_ids[0], self.ngram_size, self.lookup_length)
+    def copy(self, input_ids: torch.LongTensor, attention_mask=None) -> Draft | None:
+        """What the text, padding left out, has behind its last tokens, if they came before."""
+        ids_n = input_ids[0]
+        if attention_mask is not None:
+            ids_n = ids_n[attention_mask[0, -len(ids_n) :].bool().to(ids_n.device)]
+        tokens = look_up(ids_n, self.ngram_size, self.lookup_length)
         return None if tokens is None else Draft(tokens[None], None, 0, copied=True)
 
     def draft(self, input_ids: torch.LongTensor, anchor_position: torch.Tensor) -> torch.Tensor:
         """One denoising pass of the block behind `input_ids`: its normed states `[1, B, H]`."""
         device, context = self.drafter.device, self.context
-        features = context.pending
-        if features is None:  # nothing new was verified since the last draft
-            features = torch.empty((1, 0, self.drafter.fc.in_features), device=device, dtype=self.drafter.dtype)
+        # Behind a draft that `max_length` cut off nothing new was verified.
+        nothing = torch.empty((1, 0, self.drafter.fc.in_features), device=device, dtype=self.drafter.dtype)
+        features = torch.cat([nothing, *context.pending], dim=1)
         positions = torch.arange(-features.shape[1], self.block_size, device=device) + anchor_position.to(device)
         h = self.drafter(
             noise_embeds=self._noise_embeds(input_ids[:, -1:]).to(device=device, dtype=self.drafter.dtype),
@@ -194,7 +197,7 @@ class XPressCandidateGenerator(CandidateGenerator):
             cache=context.cache,
         ).last_hidden_state
         context.cache.crop(-self.block_size)
-        context.pending = None
+        context.pending = []
         return h
 
     def guess(self, h: torch.Tensor) -> torch.Tensor:

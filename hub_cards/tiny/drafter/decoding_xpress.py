@@ -94,10 +94,11 @@ def assisted_decoding(
     with _past_recording(cache):
         loop.run(sinks)
     warn_of_length(drafter, generator.context.ids.shape[1] + 1)  # the last token, which was not fed
-    if len(loop.statistics.rounds) >= USELESS_ROUNDS and loop.statistics.tau < USELESS_TAU:
+    own = DraftingStatistics([r for r in loop.statistics.rounds if not r.copied])
+    if len(own.rounds) >= USELESS_ROUNDS and own.tau < USELESS_TAU:
         logger.warning_once(
-            f"The drafter hardly helps: tau is {loop.statistics.tau:.2f} tokens per round over "
-            f"{len(loop.statistics.rounds)} rounds (1 is none accepted). Was it trained for this target?"
+            f"The drafter hardly helps: tau is {own.tau:.2f} tokens per round over {len(own.rounds)} rounds (1 is none "
+            "accepted). Was it trained for this target?"
         )
     return loop.output() if generation_config.return_dict_in_generate else loop.ids
 

@@ -59,10 +59,12 @@ class DraftingStatistics:
 
     @property
     def acceptance(self) -> list[float]:
-        """For slots 1, 2, ...: the share of rounds that verified the slot's draft token and kept it."""
-        longest = max((r.drafted for r in self.rounds), default=0)
-        verified = [sum(r.drafted >= k for r in self.rounds) for k in range(1, longest + 1)]
-        kept = [sum(r.accepted >= k for r in self.rounds) for k in range(1, longest + 1)]
+        """For slots 1, 2, ...: of the rounds that verified the slot's draft token, the share that kept it. Copied rounds do
+        not count."""
+        rounds = [r for r in self.rounds if not r.copied]
+        longest = max((r.drafted for r in rounds), default=0)
+        verified = [sum(r.drafted >= k for r in rounds) for k in range(1, longest + 1)]
+        kept = [sum(r.accepted >= k for r in rounds) for k in range(1, longest + 1)]
         return [k / v for k, v in zip(kept, verified)]
 
     @property
