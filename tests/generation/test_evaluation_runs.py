@@ -154,6 +154,8 @@ def test_a_folder_of_other_settings_is_refused(tmp_path):
     with pytest.raises(ValueError) as error:
         RunFolder(tmp_path, {"seed": 1, "environment": {"torch": "1", "threads": 1}})
     assert "`environment.threads` is 1, there 2; `seed` is 1, there 0. Give the same" in str(error.value)
+    with pytest.raises(ValueError, match="`arms.new` is None, there 'not set'"):
+        RunFolder(tmp_path, {"seed": 0, "environment": {"torch": "1", "threads": 2}, "arms": {"new": None}})
     (tmp_path / "settings.json").unlink()
     with pytest.raises(ValueError, match="holds rows.jsonl but no settings.json"):
         RunFolder(tmp_path, {})
