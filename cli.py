@@ -172,7 +172,9 @@ def generate(
     passes: Passes = None,
     lookup: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens to copy where the last two came before (prompt lookup); drafts elsewhere."),
+        typer.Option(
+            min=1, help="Tokens to copy, at most, where the last two came before (prompt lookup); drafts elsewhere."
+        ),
     ] = None,
     max_new_tokens: MaxNewTokens = 256,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,

@@ -78,7 +78,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         drafter (`XPressModel`): The drafter.
         target (`PreTrainedModel`): The model drafted for; its embedding and head are called as modules.
         generation_config (`GenerationConfig`): `do_sample` and `max_length` are read; and with `prompt_lookup_num_tokens`, a
-            round copies that many tokens in the place of drafting where the last `max_matching_ngram_size` (2 where
+            round copies up to that many tokens in the place of drafting where the last `max_matching_ngram_size` (2 where
             omitted) or more came before. There upstream goes down to one token, having nothing else to propose.
         logits_processor (`LogitsProcessorList`, *optional*): The target's. The row-wise ones shape drafts too.
         num_passes (`int`, *optional*): Jacobi passes K; the drafter's own where omitted.

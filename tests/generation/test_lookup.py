@@ -24,8 +24,15 @@ def test_the_longest_match_before_the_latest():
     assert look_up(torch.cat([ids[:-4], torch.tensor([0, 3, 4])]), 2, 1).tolist() == [70]  # two alike, thrice
 
 
+def test_a_match_is_trusted_for_twice_its_length():
+    text = torch.cat([torch.arange(30), torch.tensor([99, 7, 8, 9])])
+    assert look_up(text, 1, 10).tolist() == [10, 11, 12, 13, 14, 15]
+    assert look_up(text[:-1], 1, 10).tolist() == [9, 10, 11, 12]
+    assert look_up(text[:-1], 1, 3).tolist() == [9, 10, 11]
+
+
 def test_a_text_that_repeats_itself_goes_on():
-    assert look_up(torch.tensor([9, 1, 2, 3, 1, 2, 3]), 3, 8).tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+    assert look_up(torch.tensor([9, 1, 2, 3, 1, 2, 3]), 3, 8).tolist() == [1, 2, 3, 1, 2, 3]
     assert look_up(torch.full((3 * LONGEST_MATCH,), 7), 2, 5).tolist() == [7] * 5
 
 

@@ -7,6 +7,7 @@ import torch
 
 
 LONGEST_MATCH = 32  # tokens compared at each place, unless more must match
+TRUST = 2  # tokens proposed for each that matches, at most: longer copies of short matches cost more than they keep
 
 
 def look_up(ids_n: torch.LongTensor, ngram_size: int, length: int) -> torch.LongTensor | None:
@@ -14,13 +15,14 @@ def look_up(ids_n: torch.LongTensor, ngram_size: int, length: int) -> torch.Long
     What followed the text's last tokens at an earlier place `[L]`, on the text's device; `None` where at least
     `ngram_size` of them never came before.
 
-    Of several places it is the one with most tokens in common, and of those the latest. What is copied past the text's own
-    end is what was copied first: a text that repeats itself goes on repeating.
+    Of several places it is the one with most tokens in common, and of those the latest. A short match is trusted for less:
+    L is at most twice what matched. What is copied past the text's own end is what was copied first, so a text that repeats
+    itself goes on repeating.
 
     Args:
         ids_n: The text so far.
         ngram_size (`int`): Tokens that must match, at least 1.
-        length (`int`): Tokens to propose.
+        length (`int`): Tokens to propose, at most.
     """
     ids = ids_n.cpu()
     n = len(ids)
@@ -33,5 +35,6 @@ def look_up(ids_n: torch.LongTensor, ngram_size: int, length: int) -> torch.Long
                 return None
             break
         places = longer
-    start = int(places[-1])
+        matched = size
+    start, length = int(places[-1]), min(length, TRUST * matched)
     return ids_n[start + torch.arange(length, device=ids_n.device) % (n - start)]
