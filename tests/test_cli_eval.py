@@ -178,7 +178,7 @@ def test_a_folder_whose_times_were_split_otherwise_is_refused(stopped_and_resume
     assert settings["sources"] == {"word_problems": "word_problems.jsonl"}
     del settings["timing"]  # as before 2026-11-30
     (folder / "settings.json").write_text(json.dumps(settings))
-    assert "`timing` is 2, there None" in message(invoke(*SMALL, "--out", folder))
+    assert "`timing` is 2, there 'not set'" in message(invoke(*SMALL, "--out", folder))
 
 
 def test_other_settings_in_its_folder_are_refused(stopped_and_resumed):
