@@ -24,8 +24,8 @@ Drafter = Annotated[str | None, typer.Option(help="Hub id or folder of its xPres
 Arms = Annotated[
     str | None,
     typer.Option(
-        help='Of lookup, native-dflash, k0, xpress, xpress-lookup, markov, dflash, assistant, as "lookup xpress"; all that the given '
-        "models allow if omitted. plain is always run."
+        help='Of lookup, native-dflash, k0, xpress, xpress-lookup, markov, dflash, assistant, as "lookup xpress"; all that '
+        "the given models allow if omitted. plain is always run."
     ),
 ]
 

@@ -79,7 +79,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         target (`PreTrainedModel`): The model drafted for; its embedding and head are called as modules.
         generation_config (`GenerationConfig`): `do_sample` and `max_length` are read; and with `prompt_lookup_num_tokens`, a
             round copies up to that many tokens in the place of drafting where the last `max_matching_ngram_size` (2 where
-            omitted) or more came before. There upstream goes down to one token, having nothing else to propose.
+            omitted) or more came before. Unlike upstream, which goes down to one token.
         logits_processor (`LogitsProcessorList`, *optional*): The target's. The row-wise ones shape drafts too.
         num_passes (`int`, *optional*): Jacobi passes K; the drafter's own where omitted.
         shortlist_size (`int`, *optional*): Base tokens refined per slot, 0 for all; the drafter's own where omitted.
@@ -186,7 +186,7 @@ class XPressCandidateGenerator(CandidateGenerator):
     def draft(self, input_ids: torch.LongTensor, anchor_position: torch.Tensor) -> torch.Tensor:
         """One denoising pass of the block behind `input_ids`: its normed states `[1, B, H]`."""
         device, context = self.drafter.device, self.context
-        # Behind a draft that `max_length` cut off nothing new was verified.
+        # Nothing may have been verified since the last draft.
         nothing = torch.empty((1, 0, self.drafter.fc.in_features), device=device, dtype=self.drafter.dtype)
         features = torch.cat([nothing, *context.pending], dim=1)
         positions = torch.arange(-features.shape[1], self.block_size, device=device) + anchor_position.to(device)

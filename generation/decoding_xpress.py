@@ -94,7 +94,7 @@ def assisted_decoding(
     with _past_recording(cache):
         loop.run(sinks)
     warn_of_length(drafter, generator.context.ids.shape[1] + 1)  # the last token, which was not fed
-    own = DraftingStatistics([r for r in loop.statistics.rounds if not r.copied])
+    own = DraftingStatistics(loop.statistics.own_rounds)
     if len(own.rounds) >= USELESS_ROUNDS and own.tau < USELESS_TAU:
         logger.warning_once(
             f"The drafter hardly helps: tau is {own.tau:.2f} tokens per round over {len(own.rounds)} rounds (1 is none "

@@ -50,7 +50,12 @@ class DraftingStatistics:
     @property
     def copied(self) -> int:
         """Rounds that copied from the text in the place of drafting."""
-        return sum(r.copied for r in self.rounds)
+        return len(self.rounds) - len(self.own_rounds)
+
+    @property
+    def own_rounds(self) -> list[Round]:
+        """The drafter's: those that did not copy."""
+        return [r for r in self.rounds if not r.copied]
 
     @property
     def tau(self) -> float:
@@ -61,10 +66,10 @@ class DraftingStatistics:
     def acceptance(self) -> list[float]:
         """For slots 1, 2, ...: of the rounds that verified the slot's draft token, the share that kept it. Copied rounds do
         not count."""
-        rounds = [r for r in self.rounds if not r.copied]
-        longest = max((r.drafted for r in rounds), default=0)
-        verified = [sum(r.drafted >= k for r in rounds) for k in range(1, longest + 1)]
-        kept = [sum(r.accepted >= k for r in rounds) for k in range(1, longest + 1)]
+        own = self.own_rounds
+        longest = max((r.drafted for r in own), default=0)
+        verified = [sum(r.drafted >= k for r in own) for k in range(1, longest + 1)]
+        kept = [sum(r.accepted >= k for r in own) for k in range(1, longest + 1)]
         return [k / v for k, v in zip(kept, verified)]
 
     @property
