@@ -176,6 +176,10 @@ def generate(
             min=1, help="Tokens to copy, at most, where the last two came before (prompt lookup); drafts elsewhere."
         ),
     ] = None,
+    confidence_threshold: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Where drafts end, 0 for whole blocks; the drafter's own where omitted."),
+    ] = None,
     max_new_tokens: MaxNewTokens = 256,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     dtype: Dtype = "float32",
@@ -184,6 +188,7 @@ def generate(
     tokenizer, model, assistant = load_pair(target, drafter, torch_dtype(dtype))
     torch.manual_seed(seed)
     options = {"max_new_tokens": max_new_tokens, "num_passes": passes, "prompt_lookup_num_tokens": lookup}
+    options["confidence_threshold"] = confidence_threshold
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     try:
         stream_answer(tokenizer, model, assistant, prompt, **options, **sampling)

@@ -40,6 +40,7 @@ class Choice:
     models: dict[str, str]
     arms: list[str]
     passes: list[int] | None
+    confidence_threshold: float | None
     limit: int
     seed: int
     dtype: str
@@ -65,6 +66,14 @@ def evaluate_pair(
     arms: Arms = None,
     passes: Annotated[
         str | None, typer.Option(help='K of the arm xpress, as "1 2 4 6"; the fixed point is always run.')
+    ] = None,
+    confidence_threshold: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Where drafts of our own arms end, 0 for whole blocks; each drafter's own if omitted.",
+        ),
     ] = None,
     trained_on: Annotated[
         list[str] | None,
@@ -100,6 +109,7 @@ def evaluate_pair(
             models=models,
             arms=default_arms(models) if arms is None else arms.replace(",", " ").split(),
             passes=None if passes is None else whole_numbers(passes),
+            confidence_threshold=confidence_threshold,
             limit=limit,
             seed=seed,
             dtype=dtype,
@@ -147,10 +157,16 @@ def measure(choice: Choice, out: Path, plots: bool) -> tuple[str, list[str]]:
     logging.disable_progress_bar()
     rendered, asked, passes, held_out = prepare(choice)
     models = load_models(choice)
-    arms = make_arms(choice.arms, models, passes, other_tokenizers(choice, models))
+    arms = make_arms(choice.arms, models, passes, other_tokenizers(choice, models), choice.confidence_threshold)
     settings = {"arms": {arm.name: arm.passes for arm in arms}, **asked, **settings_of(choice, rendered)}
     settings["weights"] = fingerprints(models)
     settings["shortlist"] = {role: models[role].config.xpress_topc for role in DRAFTERS if role in models}
+    given = choice.confidence_threshold
+    settings["confidence_threshold"] = {
+        role: models[role].config.confidence_threshold if given is None else given
+        for role in DRAFTERS
+        if role in models
+    }
     folder = RunFolder(out, settings)
     run(models["target"], rendered, arms, folder, choice)
     numbers = summarise(folder.rows, [arm.name for arm in arms], choice.dtype, not choice.generate["do_sample"])

@@ -116,7 +116,11 @@ def choose_passes(passes: list[int] | None, num_draft_tokens: int) -> list[int]:
 
 
 def make_arms(
-    arms: list[str], models: dict[str, nn.Module], passes: list[int], tokenizers: dict | None = None
+    arms: list[str],
+    models: dict[str, nn.Module],
+    passes: list[int],
+    tokenizers: dict | None = None,
+    confidence_threshold: float | None = None,
 ) -> list[Arm]:
     """
     Plain first, then the arms asked for, in the order of `ARM_NAMES`.
@@ -125,6 +129,7 @@ def make_arms(
         models: By role, as in `check_arms`.
         passes: K of the arm xpress.
         tokenizers: `generate`'s `tokenizer` and `assistant_tokenizer`, for an assistant of another vocabulary.
+        confidence_threshold: Of our own arms; each drafter's own where omitted.
     """
     made = [Arm(PLAIN)]
     for arm in (name for name in ARM_NAMES if name in arms):
@@ -146,6 +151,9 @@ def make_arms(
             name = {"markov": "Markov head", "dflash": "DFlash, trained alone", "assistant": "AR assistant"}[arm]
             extra = (tokenizers or {}) if arm == "assistant" else {}
             made.append(Arm(name, {"assistant_model": models[arm], **extra}, own=arm in OWN_ARMS))
+    if confidence_threshold is not None:
+        for arm in (each for each in made if each.own):
+            arm.arguments["confidence_threshold"] = confidence_threshold
     return made
 
 

@@ -16,7 +16,7 @@ from transformers.generation import logits_process as processors
 from transformers.utils import ModelOutput
 
 from ..modeling_xpress.modeling_xpress import XPressModel, base_logits, context_features, states_to_keep
-from .jacobi_xpress import Draft, resolve_block, resolve_left_to_right
+from .jacobi_xpress import Draft, resolve_block, resolve_left_to_right, shorten
 from .lookup_xpress import look_up
 
 
@@ -83,6 +83,8 @@ class XPressCandidateGenerator(CandidateGenerator):
         logits_processor (`LogitsProcessorList`, *optional*): The target's. The row-wise ones shape drafts too.
         num_passes (`int`, *optional*): Jacobi passes K; the drafter's own where omitted.
         shortlist_size (`int`, *optional*): Base tokens refined per slot, 0 for all; the drafter's own where omitted.
+        confidence_threshold (`float`, *optional*): A draft ends behind the token up to which it is kept with less than
+            this probability, by the drafter's estimate; 0 for whole blocks; the drafter's own where omitted.
     """
 
     requires_model_outputs = True
@@ -95,6 +97,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         logits_processor: LogitsProcessorList | None = None,
         num_passes: int | None = None,
         shortlist_size: int | None = None,
+        confidence_threshold: float | None = None,
     ):
         config = drafter.config
         self.drafter, self.target = drafter, target
@@ -103,6 +106,7 @@ class XPressCandidateGenerator(CandidateGenerator):
         self.head = self.vocabulary.head(target)
         self.num_passes = config.xpress_num_passes if num_passes is None else num_passes
         self.shortlist_size = config.xpress_topc if shortlist_size is None else shortlist_size
+        self.threshold = config.confidence_threshold if confidence_threshold is None else confidence_threshold
         self.max_length = generation_config.max_length
         self.sample = bool(generation_config.do_sample)
         self.lookup_length = generation_config.prompt_lookup_num_tokens or 0
@@ -140,8 +144,8 @@ class XPressCandidateGenerator(CandidateGenerator):
             n_last_matches (`int`): Draft tokens of the last round that were kept.
 
         Returns:
-            `[1, n + P]` and `[1, P, V]`; fewer draft tokens where `max_length` is near. No scores when greedy, nor of
-            copied tokens.
+            `[1, n + P]` and `[1, P, V]`; fewer draft tokens where `max_length` is near or confidence ends. No scores when
+            greedy, nor of copied tokens.
         """
         if is_first_iteration:
             return input_ids, None
@@ -205,21 +209,20 @@ class XPressCandidateGenerator(CandidateGenerator):
         return base_logits(self.target, h[:, 1:].to(self.head_dtype), self.head).to(h.device)
 
     def refine(self, h: torch.Tensor, base: torch.Tensor, input_ids: torch.LongTensor) -> Draft:
-        """The block's draft tokens from its states and base logits, by the refiner's own way."""
+        """The block's draft tokens from its states and base logits, by the refiner's own way, as far as they are likely."""
         anchor, predecessor = input_ids[:, -1].to(h.device), input_ids[:, -2:][:, 0].to(h.device)
-        how = {"sample": self.sample, "warp": self.warp, "vocabulary": self.vocabulary}
+        how = {
+            "sample": self.sample,
+            "warp": self.warp,
+            "vocabulary": self.vocabulary,
+            "confident": self.threshold > 0,
+        }
         if self.drafter.config.refiner_type == "markov":
-            return resolve_left_to_right(self.drafter.refiner, base, anchor, **how)
-        return resolve_block(
-            self.drafter.refiner,
-            h,
-            base,
-            predecessor,
-            anchor,
-            self.num_passes,
-            shortlist_size=self.shortlist_size,
-            **how,
-        )
+            draft = resolve_left_to_right(self.drafter.refiner, base, anchor, **how)
+        else:
+            how["shortlist_size"] = self.shortlist_size
+            draft = resolve_block(self.drafter.refiner, h, base, predecessor, anchor, self.num_passes, **how)
+        return shorten(draft, self.threshold) if self.threshold > 0 else draft
 
     def _noise_embeds(self, anchor: torch.LongTensor) -> torch.Tensor:
         """Target embeddings of the anchor and of B - 1 mask tokens `[1, B, H]`."""

@@ -32,7 +32,13 @@ class XPressDrafterModel(XPressModel):
 
     @staticmethod
     def with_options(
-        drafter, target, *, num_passes: int | None = None, shortlist_size: int | None = None, **generate_kwargs
+        drafter,
+        target,
+        *,
+        num_passes: int | None = None,
+        shortlist_size: int | None = None,
+        confidence_threshold: float | None = None,
+        **generate_kwargs,
     ) -> "tuple[BoundDrafter, dict]":
         """
         A drafter with the options of one `target.generate` call, and the arguments that are not ours.
@@ -40,9 +46,13 @@ class XPressDrafterModel(XPressModel):
         Static, because `drafter` is what the caller holds: this model, or what `torch.compile` or PEFT made of it.
         """
         check_pair(drafter, target)  # first of all: Transformers would speak of tokenizers
-        options = {"num_passes": num_passes, "shortlist_size": shortlist_size}
+        options = {
+            "num_passes": num_passes,
+            "shortlist_size": shortlist_size,
+            "confidence_threshold": confidence_threshold,
+        }
         for name in generate_kwargs:
-            if get_close_matches(name, options, cutoff=0.7):  # no argument of `generate` is as near
+            if not hasattr(target.generation_config, name) and get_close_matches(name, options, cutoff=0.7):
                 raise ValueError(f"`generate` got `{name}`, expected one of the drafter's options {list(options)}.")
         return BoundDrafter(drafter, options), generate_kwargs
 
@@ -123,6 +133,7 @@ def xpress_generate(
     drafter,
     num_passes=None,
     shortlist_size=None,
+    confidence_threshold=None,
     **model_kwargs,
 ):
     """
@@ -141,6 +152,7 @@ def xpress_generate(
         drafter,
         num_passes=num_passes,
         shortlist_size=shortlist_size,
+        confidence_threshold=confidence_threshold,
         **model_kwargs,
     )
 

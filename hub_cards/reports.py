@@ -45,10 +45,12 @@ def conditions(settings: dict) -> str:
     versions = ", ".join(f"{name} {machine[name]}" for name in ("xpress_drafter", "torch", "transformers", "python"))
     sources = ", ".join(f"{name} from `{source}`" for name, source in settings["sources"].items())
     shortlist = ", ".join(f"{role} {size or 'all'}" for role, size in settings["shortlist"].items()) or "-"
+    thresholds = ", ".join(f"{role} {p or 'none'}" for role, p in settings["confidence_threshold"].items()) or "-"
     return (
         f"{how}, at most {generate['max_new_tokens']} new tokens, {settings['dtype']}, {machine['device']} "
         f"({machine['cpu_capability']}, threads: {machine['threads']}); {versions}. Chat template: {template}. "
-        f"Prompt lookup: {settings['lookup_tokens']} tokens. Tokens refined per slot: {shortlist}. Prompts: {sources}."
+        f"Prompt lookup: {settings['lookup_tokens']} tokens. Tokens refined per slot: {shortlist}. Confidence threshold: {thresholds}. "
+        f"Prompts: {sources}."
     )
 
 

@@ -98,6 +98,13 @@ MUTATIONS = [
         "tests/trainer/test_objective.py",
     ),
     Mutation(
+        "a draft that ends before an unlikely token, and not behind it",
+        "generation/jacobi_xpress.py",
+        "draft.confidence[0].cumprod(dim=0)[:-1]",
+        "draft.confidence[0].cumprod(dim=0)[1:]",
+        "tests/generation/test_confidence.py",
+    ),
+    Mutation(
         "a copied draft from one place too early",
         "generation/lookup_xpress.py",
         "return ids_n[start + ",

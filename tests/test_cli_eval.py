@@ -218,6 +218,18 @@ def test_sampling_with_a_backbone_beside(tmp_path):
     assert len(by_set) == 6 and "identical" not in by_set[0][0] and "temperature 1, seed 0" in result.output
 
 
+def test_a_confidence_threshold_ends_the_drafts_of_our_arms(tmp_path):
+    how = [PROBLEMS, *PAIR, "--arms", "lookup k0", "--limit", "1", "--max-new-tokens", "12", "--out", tmp_path / "run"]
+    how += ["--dtype", "float32"]
+    result = invoke(*how, "--confidence-threshold", "0.999")
+    assert result.exit_code == 0, result.output
+    assert "Confidence threshold: drafter 0.999." in result.output
+    (row,) = (json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines())
+    drafted = {name: [r[0] for r in arm["rounds"]] for name, arm in row["arms"].items()}
+    assert max(drafted["DFlash (K = 0)"]) == 1 < max(drafted["prompt lookup"])
+    assert "`confidence_threshold.drafter` is 0.0, there 0.999" in message(invoke(*how))
+
+
 def save_assistant(folder: Path, vocab_size: int) -> Path:
     """A random autoregressive model with tokens of its own."""
     bytes_alone = Tokenizer(models.BPE())

@@ -31,6 +31,7 @@ DRAFTER_FIELDS = (
     "xpress_num_passes",
     "xpress_topc",
     "markov_rank",
+    "confidence_threshold",
     "rope_parameters",
 )
 

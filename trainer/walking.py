@@ -42,7 +42,7 @@ def walked_tau(trainer: XPressTrainer, rows: Iterable[dict], passes: Sequence[in
         passes: Numbers of passes; `None` for the drafter's own way.
     """
     for number in passes:
-        check_options(bare_drafter(trainer.model), number, None)
+        check_options(bare_drafter(trainer.model), number)
     accepted, rounds = dict.fromkeys(passes, 0), dict.fromkeys(passes, 0)
     training = trainer.model.training
     trainer.model.eval()

@@ -22,6 +22,7 @@ def untouched():
     assert not forwards
 
 
+OPTIONS = r"\['num_passes', 'shortlist_size', 'confidence_threshold'\]"
 REFUSALS = {
     "two prompts": ({"inputs": TWO_PROMPTS}, "2 sequences.*expected 1.*call it once for each"),
     "num_return_sequences": ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences has to be 1"),
@@ -44,8 +45,13 @@ REFUSALS = {
     "num_passes -1": ({"num_passes": -1}, "`num_passes` is -1, expected a whole number"),
     "num_passes '3'": ({"num_passes": "3"}, "`num_passes` is '3', expected a whole number"),
     "shortlist_size": ({"shortlist_size": True}, "`shortlist_size` is True, expected a whole number"),
-    "typo num_pases": ({"num_pases": 3}, r"got `num_pases`, expected.*\['num_passes', 'shortlist_size'\]"),
-    "typo shortlist": ({"shortlist": 3}, r"got `shortlist`, expected.*\['num_passes', 'shortlist_size'\]"),
+    "threshold 2": ({"confidence_threshold": 2}, "`confidence_threshold` is 2, expected a probability"),
+    "threshold True": ({"confidence_threshold": True}, "`confidence_threshold` is True, expected a probability"),
+    "threshold '0.3'": ({"confidence_threshold": "0.3"}, "`confidence_threshold` is '0.3', expected a probability"),
+    "threshold nan": ({"confidence_threshold": float("nan")}, "`confidence_threshold` is nan, expected a probability"),
+    "typo num_pases": ({"num_pases": 3}, f"got `num_pases`, expected.*{OPTIONS}"),
+    "typo shortlist": ({"shortlist": 3}, f"got `shortlist`, expected.*{OPTIONS}"),
+    "typo confidence": ({"confidence_treshold": 0.3}, f"got `confidence_treshold`, expected.*{OPTIONS}"),
     "unknown": ({"anything_else": 3}, "anything_else"),
 }
 

@@ -101,6 +101,7 @@ REFUSED = {
     "two refiners": ({"markov_rank": 4}, "`xpress_rank`=16 and `markov_rank`=4: expected at most one"),
     "another mixer": ({"xpress_block_size": 8}, "`xpress_block_size`=8 but `block_size`=6"),
     "negative passes": ({"xpress_num_passes": -1}, "`xpress_num_passes`=-1 .* expected 0 or more"),
+    "a threshold above 1": ({"confidence_threshold": 1.5}, "`confidence_threshold` is 1.5, expected a probability"),
     "a negative shortlist": ({"xpress_topc": -1}, "`xpress_topc`=-1: expected 0 or more"),
     "windows": (
         {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},

@@ -62,6 +62,9 @@ class XPressDrafterConfig(Qwen3Config):
         xpress_num_passes (`int`): Jacobi passes K used unless a call says otherwise.
         xpress_topc (`int`): Refine only this many best base tokens per slot; 0 refines all that can be drafted.
         markov_rank (`int`): Rank of a Markov head (DSpark) in the refiner's place.
+        confidence_threshold (`float`): A draft ends behind the token up to which it is kept with less than this probability,
+            by the drafter's own estimate, unless a call says otherwise; 0 verifies whole blocks. For targets whose forward
+            takes longer with every token, as on CPUs.
     """
 
     model_type = "xpress_drafter"
@@ -81,6 +84,7 @@ class XPressDrafterConfig(Qwen3Config):
     xpress_num_passes: int = 6
     xpress_topc: int = 0
     markov_rank: int | None = None
+    confidence_threshold: float | int = 0.0
 
     def __post_init__(self, **kwargs):
         for key, value in (kwargs.pop("dflash_config", None) or {}).items():
@@ -199,6 +203,10 @@ class XPressDrafterConfig(Qwen3Config):
         if self.xpress_num_passes < 0 or self.xpress_topc < 0:
             raise ValueError(
                 f"`xpress_num_passes`={self.xpress_num_passes} and `xpress_topc`={self.xpress_topc}: expected 0 or more."
+            )
+        if not 0 <= self.confidence_threshold <= 1:
+            raise ValueError(
+                f"`confidence_threshold` is {self.confidence_threshold}, expected a probability from 0 (whole blocks) to 1."
             )
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
             raise ValueError(

@@ -59,6 +59,7 @@ def assisted_decoding(
     streamer=None,
     num_passes: int | None = None,
     shortlist_size: int | None = None,
+    confidence_threshold: float | None = None,
     **model_kwargs,
 ) -> XPressGenerateOutput | torch.LongTensor:
     """
@@ -69,16 +70,17 @@ def assisted_decoding(
         drafter (`XPressModel`): The drafter trained for it.
         num_passes (`int`, *optional*): Jacobi passes K for this call.
         shortlist_size (`int`, *optional*): Base tokens refined per slot for this call; 0 for all.
+        confidence_threshold (`float`, *optional*): Where drafts end in this call; 0 for whole blocks.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs:
             As `generate` prepares them.
     """
     cache = model_kwargs.get(CACHE)
     check_pair(drafter, target)
     warn_of_another_target(drafter, target)
-    check_options(drafter, num_passes, shortlist_size)
+    check_options(drafter, num_passes, shortlist_size, confidence_threshold)
     check_call(target, input_ids, generation_config, synced_gpus, cache, model_kwargs)
     generator = XPressCandidateGenerator(
-        drafter, target, generation_config, logits_processor, num_passes, shortlist_size
+        drafter, target, generation_config, logits_processor, num_passes, shortlist_size, confidence_threshold
     )
     loop = DecodingLoop(
         target, generator, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs

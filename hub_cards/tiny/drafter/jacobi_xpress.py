@@ -31,6 +31,7 @@ class Draft(NamedTuple):
     scores: torch.Tensor | None
     passes: int  # Jacobi passes run
     copied: bool = False  # from the text so far, in the place of drafting
+    confidence: torch.Tensor | None = None  # q of each token [N, P], fp32; None where nobody asked
 
 
 def row_argmax(logits: torch.Tensor, chunk: int = 1024) -> torch.Tensor:
@@ -89,6 +90,7 @@ def resolve_block(
     warp: Scores | None = None,
     shortlist_size: int = 0,
     vocabulary: DraftVocabulary | None = None,
+    confident: bool = False,
 ) -> Draft:
     """
     The block's draft tokens after `num_passes` Jacobi passes, fewer where a pass changes nothing.
@@ -103,12 +105,13 @@ def resolve_block(
         warp: What is done to scores over the target's vocabulary before choosing (temperature, top-k, ...), each row alone.
         shortlist_size: Refine only the C best base tokens of each slot; 0 refines all.
         vocabulary: What the columns of `base_NPV` stand for; the target's vocabulary where omitted.
+        confident: Give the tokens' `confidence` too.
     """
     num_passes = 0 if refiner is None else min(num_passes, base_NPV.shape[1])
     choose = _choice(base_NPV, sample, warp, vocabulary)
     tokens_NP, scores = choose(base_NPV)
     if num_passes == 0:
-        return Draft(tokens_NP, scores, 0)
+        return Draft(tokens_NP, scores, 0, confidence=choose.confidence(tokens_NP) if confident else None)
     block = refiner.begin_block(h_NBH)
     readout = _readout(refiner.w2, base_NPV, choose, shortlist_size)
     passes = 0
@@ -120,7 +123,7 @@ def resolve_block(
         # Comparing on an accelerator would make the host wait for it, which costs more than a pass.
         if tokens_NP.device.type == "cpu" and torch.equal(before, tokens_NP):
             break
-    return Draft(tokens_NP, scores, passes)
+    return Draft(tokens_NP, scores, passes, confidence=choose.confidence(tokens_NP) if confident else None)
 
 
 def resolve_left_to_right(
@@ -131,17 +134,38 @@ def resolve_left_to_right(
     sample: bool = False,
     warp: Scores | None = None,
     vocabulary: DraftVocabulary | None = None,
+    confident: bool = False,
 ) -> Draft:
     """A Markov head's own way: B - 1 steps of one row each, every step reading the token of the one before."""
     choose = _choice(base_NPV, sample, warp, vocabulary)
-    previous_N, steps = anchor_N, []
+    previous_N, steps, confidence = anchor_N, [], []
     for k in range(base_NPV.shape[1]):
         bias_NV = vocabulary_product(refiner.w2, refiner.markov_w1(previous_N))
         logits_N1V = (base_NPV[:, k] + bias_NV.to(base_NPV.dtype))[:, None]
         steps.append(choose(logits_N1V, slice(k, k + 1)))
         previous_N = steps[-1][0][:, 0]
+        if confident:
+            confidence.append(choose.confidence(steps[-1][0]))
     tokens, scores = zip(*steps)
-    return Draft(torch.cat(tokens, dim=1), torch.cat(scores, dim=1) if sample else None, len(steps))
+    return Draft(
+        torch.cat(tokens, dim=1),
+        torch.cat(scores, dim=1) if sample else None,
+        len(steps),
+        confidence=torch.cat(confidence, dim=1) if confident else None,
+    )
+
+
+def shorten(draft: Draft, threshold: float) -> Draft:
+    """
+    One sequence's draft without its unlikely end: behind a token up to which all together are kept with a probability of
+    less than `threshold`, by the drafter's own estimate. The first token always stays.
+
+    Whether a token is dropped depends on those before it and never on itself, so those that stay are still draws from q.
+    """
+    likely_P = draft.confidence[0].cumprod(dim=0)[:-1] >= threshold
+    kept = slice(1 + int(likely_P.sum()))
+    scores = None if draft.scores is None else draft.scores[:, kept]
+    return draft._replace(tokens=draft.tokens[:, kept], scores=scores, confidence=draft.confidence[:, kept])
 
 
 def vocabulary_product(w2, x_QR: torch.Tensor) -> torch.Tensor:
@@ -165,16 +189,22 @@ def _choice(base_NPV: torch.Tensor, sample: bool, warp: Scores | None, vocabular
 
 
 class GreedyChoice:
-    """The best token of each slot; no scores, as q is one-hot."""
+    """The best token of each slot; no scores, as q is one-hot. `judged` is what the last ones were the best of."""
 
     def __init__(self, warp: Scores | None, vocabulary: DraftVocabulary):
         self.warp, self.plain, self.vocabulary = warp, warp is None, vocabulary
 
     def __call__(self, logits_NPV: torch.Tensor, slots: slice = slice(None)) -> tuple[torch.Tensor, None]:
         if self.plain:
+            self.judged = logits_NPV
             return self.vocabulary.tokens(row_argmax(logits_NPV)), None
         scores = self.vocabulary.whole(logits_NPV)
-        return row_argmax(self.warp(scores.flatten(0, 1)).view_as(scores)), None
+        self.judged = self.warp(scores.flatten(0, 1)).view_as(scores)
+        return row_argmax(self.judged), None
+
+    def confidence(self, tokens_NP: torch.Tensor) -> torch.Tensor:
+        """The softmax of the tokens chosen last, which are the best."""
+        return self.judged.float().contiguous().softmax(dim=-1).amax(dim=-1)  # strided, it takes five times as long
 
 
 class SampledChoice:
@@ -190,7 +220,12 @@ class SampledChoice:
         scores = self.vocabulary.whole(logits_NPV.float())
         if self.warp is not None:
             scores = self.warp(scores.flatten(0, 1)).view_as(scores)
+        self.scores = scores
         return row_argmax(scores + self.noise_NPV[:, slots]), scores
+
+    def confidence(self, tokens_NP: torch.Tensor) -> torch.Tensor:
+        """The softmax of the tokens drawn last: q."""
+        return self.scores.softmax(dim=-1).gather(-1, tokens_NP[..., None]).squeeze(-1)
 
 
 class RowReadout:
@@ -231,6 +266,7 @@ class VocabularyReadout:
             bias_VQ = torch.mm(self.w2.weight[rows], x_RQ, out=self.bias_VQ[:length])
             torch.add(self.base_VQ[rows], bias_VQ, out=sum_VQ[:length])
             maxima.append(sum_VQ.view(self.FOLD, -1).amax(dim=0))
+        choose.judged = self.sum_CVQ.flatten(0, 1).T.view(*self.shape, -1)
         return choose.vocabulary.tokens(self._search(torch.stack(maxima)).view(self.shape)), None
 
     def _search(self, maxima: torch.Tensor) -> torch.Tensor:
@@ -255,6 +291,7 @@ class ShortlistReadout:
         bias_NPC = torch.matmul(self.rows_NPCR, latents_NPR[..., None]).squeeze(-1)
         logits_NPC = self.base_NPC + bias_NPC.to(self.base_NPC.dtype)
         if choose.plain:
+            choose.judged = logits_NPC
             best_NP = self.columns_NPC.gather(-1, logits_NPC.argmax(dim=-1, keepdim=True)).squeeze(-1)
             return choose.vocabulary.tokens(best_NP), None
         return choose(logits_NPC.new_full(self.shape, -torch.inf).scatter_(-1, self.columns_NPC, logits_NPC))

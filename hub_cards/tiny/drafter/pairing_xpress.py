@@ -77,13 +77,19 @@ def warn_of_length(drafter: XPressModel, length: int) -> None:
         )
 
 
-def check_options(drafter: XPressModel, num_passes, shortlist_size) -> None:
+def check_options(drafter: XPressModel, num_passes, shortlist_size=None, confidence_threshold=None) -> None:
     """Raises for values of our own `generate` options that cannot be run."""
     for name, value in (("num_passes", num_passes), ("shortlist_size", shortlist_size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise ValueError(
                 f"`{name}` is {value!r}, expected a whole number of at least 0, or None for the drafter's."
             )
+    number = isinstance(confidence_threshold, (int, float)) and not isinstance(confidence_threshold, bool)
+    if confidence_threshold is not None and not (number and 0 <= confidence_threshold <= 1):
+        raise ValueError(
+            f"`confidence_threshold` is {confidence_threshold!r}, expected a probability from 0 (whole blocks) to 1, or None "
+            "for the drafter's."
+        )
     if num_passes is not None and drafter.config.refiner_type != "xpress":
         raise ValueError(
             f"`num_passes`={num_passes} was given, but this drafter's refiner is {drafter.config.refiner_type!r}, which "
