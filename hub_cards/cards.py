@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 TEMPLATES, FACTS = HERE / "templates", HERE / "facts"
 WALKED = (
     "Walked over the target's greedy answers, in which many positions are drafted from at once: the tau that greedy `generate` "
-    "reaches on such a text, to the last round. In parentheses: how many rows of each set, the same for all drafters."
+    "reaches on such a text with whole blocks, to the last round. In parentheses: how many rows of each set, the same for all drafters."
 )
 KINDS = {
     "xpress": "a causal refiner (xPress, arXiv 2608.02438)",

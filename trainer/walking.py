@@ -1,6 +1,7 @@
 """Tau as `generate` reaches it, from the training path: rounds walked over given answers, each behind the last one's tokens.
 
-`eval_tau` is of evenly spread anchors; the rounds of a run begin where a draft failed, on harder ones.
+`eval_tau` is of evenly spread anchors; the rounds of a run begin where a draft failed, on harder ones. Walks are of whole
+blocks, as with a `confidence_threshold` of 0.
 
 Shapes: S tokens of a row, M anchors at a time.
 """

@@ -12,6 +12,7 @@ from xpress_drafter.modeling_xpress import previous_tokens
 
 REFINERS = {"xpress": {}, "markov": {"xpress_rank": None, "markov_rank": 16}}
 N = 20
+ALL = 1e-30  # nothing is as unlikely: whole blocks, with their confidence
 
 
 def block(refiner: str):
@@ -40,7 +41,7 @@ def test_confidence_is_the_softmax_of_the_tokens(refiner, num_passes, way):
     drafts = []
     for passes in (num_passes, max(num_passes - 1, 0)):
         torch.manual_seed(5)
-        drafts.append(resolve_block(model, h, base, *context, passes, confident=True, **WAYS[way]))
+        drafts.append(resolve_block(model, h, base, *context, passes, threshold=ALL, **WAYS[way]))
     draft, before = drafts
     scores = base
     if num_passes:
@@ -63,7 +64,7 @@ def test_confidence_of_a_shortlist(sample):
     listed, drafts = torch.full_like(base, -torch.inf).scatter_(-1, best, base.gather(-1, best)), []
     for logits, size in ((base, 7), (listed, 0), (base, 0)):
         torch.manual_seed(5)
-        drafts.append(resolve_block(model, h, logits, *context, P, sample=sample, shortlist_size=size, confident=True))
+        drafts.append(resolve_block(model, h, logits, *context, P, sample=sample, shortlist_size=size, threshold=ALL))
     torch.testing.assert_close(drafts[0].confidence, drafts[1].confidence, rtol=1e-4, atol=1e-6)
     assert not torch.allclose(drafts[0].confidence, drafts[2].confidence)
 
@@ -78,7 +79,7 @@ def test_confidence_left_to_right(way):
         lambda **how: resolve_block(model, h, base, predecessor, anchor, P, **how),
     ):
         torch.manual_seed(5)
-        drafts.append(resolve(confident=True, **WAYS[way]))
+        drafts.append(resolve(threshold=ALL, **WAYS[way]))
     assert torch.equal(drafts[0].tokens, drafts[1].tokens)
     torch.testing.assert_close(drafts[0].confidence, drafts[1].confidence)
 
@@ -90,10 +91,46 @@ def test_confidence_of_a_large_vocabulary_in_chunks():
     model.w2 = torch.nn.Linear(16, 40_000, bias=False)
     h, tokens = torch.randn(3, BLOCK, HIDDEN), torch.randint(VOCAB, (2, 3))
     model.w1 = torch.nn.Embedding(40_000, 16)
-    fast = resolve_block(model, h, base, *tokens, P, confident=True)
-    slow = resolve_block(model, h, base, *tokens, P, confident=True, warp=lambda scores: scores)
+    fast = resolve_block(model, h, base, *tokens, P, threshold=ALL)
+    slow = resolve_block(model, h, base, *tokens, P, threshold=ALL, warp=lambda scores: scores)
     assert torch.equal(fast.tokens, slow.tokens)
     torch.testing.assert_close(fast.confidence, slow.confidence)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_passes", [1, 3, P])
+@pytest.mark.parametrize("threshold", [0.1, 0.5])
+def test_passes_that_would_be_cut_off_are_not_made(threshold, num_passes, way):
+    """The same drafts as by all passes, in fewer of them."""
+    model, h, base, *context = block("xpress")
+    model.w2.weight *= 0.3  # so that it is less sure
+    made = [0, 0]
+    for i in range(N):
+        drafts, row = [], slice(i, i + 1)
+        for asked in (threshold, ALL):
+            torch.manual_seed(i)
+            args = h[row], base[row], *(tokens[row] for tokens in context)
+            drafts.append(shorten(resolve_block(model, *args, num_passes, threshold=asked, **WAYS[way]), threshold))
+        ours, expected = drafts
+        made = [a + b.passes for a, b in zip(made, drafts)]
+        assert torch.equal(ours.tokens, expected.tokens) and torch.equal(ours.confidence, expected.confidence)
+        assert ours.scores is None or torch.equal(ours.scores, expected.scores)
+    assert made[0] < made[1] or num_passes < P
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_that_would_be_cut_off_are_not_made(way):
+    model, _, base, _, anchor = block("markov")
+    model.w2.weight *= 0.3
+    for i in range(N):
+        drafts, row = [], slice(i, i + 1)
+        for asked in (0.1, ALL):
+            torch.manual_seed(i)
+            drafts.append(resolve_left_to_right(model, base[row], anchor[row], threshold=asked, **WAYS[way]))
+        short = shorten(drafts[1], 0.1)
+        assert torch.equal(drafts[0].tokens, short.tokens) and drafts[0].passes == short.tokens.shape[1]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +171,7 @@ def each_shortened(draft: Draft, threshold: float) -> list[Draft]:
 def test_pairs_follow_the_target(num_passes, threshold):
     """Rows whose draft is cut to one token get the second one from the target: together they are drawn from p."""
     case, warp = Case(spread=0.5), warpers(temperature=1.3)
-    rows = each_shortened(case.draft(num_passes, warp, sample=True, confident=True), threshold)
+    rows = each_shortened(case.draft(num_passes, warp, sample=True, threshold=ALL), threshold)
     lengths = torch.tensor([row.tokens.shape[1] for row in rows])
     assert 0.1 < (lengths == 1).float().mean() < 0.95
     pairs, kept = case.pairs(rows, warp)
@@ -145,7 +182,7 @@ def test_pairs_follow_the_target(num_passes, threshold):
 def test_a_cut_that_looks_at_the_token_is_found_out():
     """The planted fault: an unlikely token itself is dropped. The same statistic must fail."""
     case, warp = Case(spread=0.5), warpers(temperature=1.3)
-    draft = case.draft(2, warp, sample=True, confident=True)
+    draft = case.draft(2, warp, sample=True, threshold=ALL)
     likely = (draft.confidence.cumprod(dim=1)[:, :2] >= 0.01).sum(dim=1).clamp_min(1)
     rows = [
         Draft(draft.tokens[i : i + 1, :length], draft.scores[i : i + 1, :length], 2)

@@ -211,12 +211,7 @@ class XPressCandidateGenerator(CandidateGenerator):
     def refine(self, h: torch.Tensor, base: torch.Tensor, input_ids: torch.LongTensor) -> Draft:
         """The block's draft tokens from its states and base logits, by the refiner's own way, as far as they are likely."""
         anchor, predecessor = input_ids[:, -1].to(h.device), input_ids[:, -2:][:, 0].to(h.device)
-        how = {
-            "sample": self.sample,
-            "warp": self.warp,
-            "vocabulary": self.vocabulary,
-            "confident": self.threshold > 0,
-        }
+        how = {"sample": self.sample, "warp": self.warp, "vocabulary": self.vocabulary, "threshold": self.threshold}
         if self.drafter.config.refiner_type == "markov":
             draft = resolve_left_to_right(self.drafter.refiner, base, anchor, **how)
         else:

@@ -90,7 +90,7 @@ def resolve_block(
     warp: Scores | None = None,
     shortlist_size: int = 0,
     vocabulary: DraftVocabulary | None = None,
-    confident: bool = False,
+    threshold: float = 0.0,
 ) -> Draft:
     """
     The block's draft tokens after `num_passes` Jacobi passes, fewer where a pass changes nothing.
@@ -105,25 +105,30 @@ def resolve_block(
         warp: What is done to scores over the target's vocabulary before choosing (temperature, top-k, ...), each row alone.
         shortlist_size: Refine only the C best base tokens of each slot; 0 refines all.
         vocabulary: What the columns of `base_NPV` stand for; the target's vocabulary where omitted.
-        confident: Give the tokens' `confidence` too.
+        threshold: Above 0, give the tokens' `confidence` too, and on a CPU make no pass for what `shorten` would cut off.
     """
     num_passes = 0 if refiner is None else min(num_passes, base_NPV.shape[1])
     choose = _choice(base_NPV, sample, warp, vocabulary)
     tokens_NP, scores = choose(base_NPV)
     if num_passes == 0:
-        return Draft(tokens_NP, scores, 0, confidence=choose.confidence(tokens_NP) if confident else None)
+        return Draft(tokens_NP, scores, 0, confidence=choose.confidence(tokens_NP) if threshold > 0 else None)
     block = refiner.begin_block(h_NBH)
     readout = _readout(refiner.w2, base_NPV, choose, shortlist_size)
-    passes = 0
+    passes, kept_N = 0, 1.0
     while passes < num_passes:
         latents = refiner.latents(block, previous_tokens(predecessor_N, anchor_N, tokens_NP))[:, 1:]
         before = tokens_NP
         tokens_NP, scores = readout(choose, latents)
         passes += 1
-        # Comparing on an accelerator would make the host wait for it, which costs more than a pass.
-        if tokens_NP.device.type == "cpu" and torch.equal(before, tokens_NP):
+        if tokens_NP.device.type != "cpu":
+            continue  # comparing would make the host wait for the accelerator, which costs more than a pass
+        if torch.equal(before, tokens_NP):
             break
-    return Draft(tokens_NP, scores, passes, confidence=choose.confidence(tokens_NP) if confident else None)
+        if threshold > 0:  # slots 1 to `passes` are settled, and so is whether the draft ends there
+            kept_N = kept_N * choose.confidence(tokens_NP, slice(passes - 1, passes))[:, 0]
+            if (kept_N < threshold).all():
+                break
+    return Draft(tokens_NP, scores, passes, confidence=choose.confidence(tokens_NP) if threshold > 0 else None)
 
 
 def resolve_left_to_right(
@@ -134,24 +139,30 @@ def resolve_left_to_right(
     sample: bool = False,
     warp: Scores | None = None,
     vocabulary: DraftVocabulary | None = None,
-    confident: bool = False,
+    threshold: float = 0.0,
 ) -> Draft:
-    """A Markov head's own way: B - 1 steps of one row each, every step reading the token of the one before."""
+    """
+    A Markov head's own way: B - 1 steps of one row each, every step reading the token of the one before; with a `threshold`
+    and on a CPU no more steps than `shorten` would leave.
+    """
     choose = _choice(base_NPV, sample, warp, vocabulary)
-    previous_N, steps, confidence = anchor_N, [], []
+    previous_N, steps, confidence, kept_N = anchor_N, [], [], 1.0
     for k in range(base_NPV.shape[1]):
         bias_NV = vocabulary_product(refiner.w2, refiner.markov_w1(previous_N))
         logits_N1V = (base_NPV[:, k] + bias_NV.to(base_NPV.dtype))[:, None]
         steps.append(choose(logits_N1V, slice(k, k + 1)))
         previous_N = steps[-1][0][:, 0]
-        if confident:
+        if threshold > 0:
             confidence.append(choose.confidence(steps[-1][0]))
+            kept_N = kept_N * confidence[-1][:, 0]
+            if kept_N.device.type == "cpu" and (kept_N < threshold).all():
+                break
     tokens, scores = zip(*steps)
     return Draft(
         torch.cat(tokens, dim=1),
         torch.cat(scores, dim=1) if sample else None,
         len(steps),
-        confidence=torch.cat(confidence, dim=1) if confident else None,
+        confidence=torch.cat(confidence, dim=1) if threshold > 0 else None,
     )
 
 
@@ -202,9 +213,10 @@ class GreedyChoice:
         self.judged = self.warp(scores.flatten(0, 1)).view_as(scores)
         return row_argmax(self.judged), None
 
-    def confidence(self, tokens_NP: torch.Tensor) -> torch.Tensor:
-        """The softmax of the tokens chosen last, which are the best."""
-        return self.judged.float().contiguous().softmax(dim=-1).amax(dim=-1)  # strided, it takes five times as long
+    def confidence(self, tokens_NP: torch.Tensor, slots: slice = slice(None)) -> torch.Tensor:
+        """The softmax of the tokens chosen last in these slots, where they are the best."""
+        # On a strided readout it takes five times as long.
+        return self.judged[:, slots].float().contiguous().softmax(dim=-1).amax(dim=-1)
 
 
 class SampledChoice:
@@ -223,9 +235,9 @@ class SampledChoice:
         self.scores = scores
         return row_argmax(scores + self.noise_NPV[:, slots]), scores
 
-    def confidence(self, tokens_NP: torch.Tensor) -> torch.Tensor:
-        """The softmax of the tokens drawn last: q."""
-        return self.scores.softmax(dim=-1).gather(-1, tokens_NP[..., None]).squeeze(-1)
+    def confidence(self, tokens_NP: torch.Tensor, slots: slice = slice(None)) -> torch.Tensor:
+        """The softmax of the tokens drawn last in these slots: q."""
+        return self.scores[:, slots].softmax(dim=-1).gather(-1, tokens_NP[:, slots, None]).squeeze(-1)
 
 
 class RowReadout:
