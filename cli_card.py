@@ -70,7 +70,9 @@ def read_report(folder: Path) -> dict:
         raise ValueError(f"{folder} holds no {SUMMARY}, expected a folder of an `xpress eval` that came to its end.")
     report = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
     lacking = [key for key in REPORT_KEYS if key not in report]
-    if lacking or report["settings"].get("timing") != TIMING or any("prompts" not in mean for mean in report["means"]):
+    settings = report.get("settings", {})
+    other = settings.get("timing") != TIMING or "confidence_threshold" not in settings
+    if lacking or other or any("prompts" not in mean for mean in report["means"]):
         raise ValueError(
             f"the {SUMMARY} of {folder} is of another version of `xpress eval`, or lacks a part ({', '.join(lacking) or '-'}): "
             "measure again, in a new folder."

@@ -185,7 +185,7 @@ def prepare(choice: Choice) -> tuple[dict[str, list[list[int]]], dict, list[int]
     """
     from transformers import AutoConfig, AutoTokenizer
 
-    from .generation.arms import check_arms, choose_passes
+    from .generation.arms import OWN_ARMS, check_arms, choose_passes
     from .generation.prompt_sets import render_sets, template_arguments
     from .modeling_xpress import XPressDrafterConfig
     from .trainer.held_out import check_untrained, read_sets
@@ -199,6 +199,11 @@ def prepare(choice: Choice) -> tuple[dict[str, list[list[int]]], dict, list[int]
     check_arms(choice.arms, configs)
     if choice.passes is not None and "xpress" not in choice.arms:
         raise ValueError(f"`--passes` is {choice.passes} without the arm xpress, which alone reads it: leave one out.")
+    if choice.confidence_threshold is not None and not set(choice.arms) & set(OWN_ARMS):
+        raise ValueError(
+            f"`--confidence-threshold` is {choice.confidence_threshold}, but no arm of {choice.arms} reads it, expected one of "
+            f"{', '.join(OWN_ARMS)}: add one, or leave the option out."
+        )
     passes = choose_passes(choice.passes, configs["drafter"].num_draft_tokens) if "xpress" in choice.arms else []
     target_config, tokenizer = (read("target", loader, choice.target) for loader in (AutoConfig, AutoTokenizer))
     check_models(target_config, tokenizer, configs, choice.models)

@@ -49,7 +49,7 @@ def conditions(settings: dict) -> str:
     return (
         f"{how}, at most {generate['max_new_tokens']} new tokens, {settings['dtype']}, {machine['device']} "
         f"({machine['cpu_capability']}, threads: {machine['threads']}); {versions}. Chat template: {template}. "
-        f"Prompt lookup: {settings['lookup_tokens']} tokens. Tokens refined per slot: {shortlist}. Confidence threshold: {thresholds}. "
+        f"Prompt lookup: {settings['lookup_tokens']} tokens. Tokens refined per slot: {shortlist}. Confidence threshold of our own arms: {thresholds}. "
         f"Prompts: {sources}."
     )
 
@@ -74,7 +74,8 @@ def legend(settings: dict) -> str:
         "median over prompts (lower to upper quartile), the arms interleaved in one process, warm-up not counted; the "
         "speed-up is the ratio to plain on the same prompt, with the prompt's forward and without it. identical: the same "
         f"tokens as plain; rounding: {'they part ' + near if steps else 'not in float32, where texts must be equal'}; different: they part "
-        "elsewhere. copied: rounds that a drafter's arm copied in the place of drafting, which the slots leave out. draft: "
+        "elsewhere. copied: rounds that a drafter's arm copied in the place of drafting, which the slots leave out. Drafts that a confidence "
+        "threshold ends reach the later slots in their surer rounds alone. draft: "
         "the backbone and the target's head on its states, or the look-up; refine: all passes and the choice of tokens. "
         "rest: all that is in no model's forward and no refinement; for arms in Transformers' own loops, "
         "the drafter's head and sampling are in it too."

@@ -62,7 +62,7 @@ class XPressDrafterConfig(Qwen3Config):
         xpress_num_passes (`int`): Jacobi passes K used unless a call says otherwise.
         xpress_topc (`int`): Refine only this many best base tokens per slot; 0 refines all that can be drafted.
         markov_rank (`int`): Rank of a Markov head (DSpark) in the refiner's place.
-        confidence_threshold (`float`): A draft ends behind the token up to which it is kept with less than this probability,
+        confidence_threshold (`float`): A draft ends behind the slot up to which all is kept with less than this probability,
             by the drafter's own estimate, unless a call says otherwise; 0 verifies whole blocks. For targets whose forward
             takes longer with every token, as on CPUs.
     """

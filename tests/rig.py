@@ -121,7 +121,9 @@ class NaNDrafter(XPressDrafterModel):
         return output
 
 
-def oracle(model: PreTrainedModel, text: torch.LongTensor, pattern=(BLOCK - 1,), **kwargs) -> OracleDrafter:
+def oracle(
+    model: PreTrainedModel, text: torch.LongTensor, pattern=(BLOCK - 1,), cls=OracleDrafter, **kwargs
+) -> OracleDrafter:
     """
     A drafter whose draft tokens are those of `text` `[1, n]` on the first k slots of a round and wrong behind them.
 
@@ -130,7 +132,7 @@ def oracle(model: PreTrainedModel, text: torch.LongTensor, pattern=(BLOCK - 1,),
         text: The tokens of all positions, the prompt's included. Padding does not count as a position.
         pattern: k of each round, over and over.
     """
-    drafter = make_drafter(model, OracleDrafter, **kwargs)
+    drafter = make_drafter(model, cls, **kwargs)
     if drafter.config.refiner_type == "xpress":
         torch.nn.init.zeros_(drafter.xpress_head.w2.weight)  # Jacobi passes run and change nothing
     drafter.text = torch.cat([text[0], text.new_zeros(8 * drafter.config.block_size)])

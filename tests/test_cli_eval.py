@@ -223,7 +223,7 @@ def test_a_confidence_threshold_ends_the_drafts_of_our_arms(tmp_path):
     how += ["--dtype", "float32"]
     result = invoke(*how, "--confidence-threshold", "0.999")
     assert result.exit_code == 0, result.output
-    assert "Confidence threshold: drafter 0.999." in result.output
+    assert "Confidence threshold of our own arms: drafter 0.999." in result.output
     (row,) = (json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines())
     drafted = {name: [r[0] for r in arm["rounds"]] for name, arm in row["arms"].items()}
     assert max(drafted["DFlash (K = 0)"]) == 1 < max(drafted["prompt lookup"])
@@ -272,6 +272,10 @@ def test_an_assistant_of_another_vocabulary(tmp_path):
     [
         (["no-such-set"], "'no-such-set' is neither a file nor a known set, expected a JSONL file or one of gsm8k"),
         ([PROBLEMS, PROBLEMS], "two prompt sets are named 'word_problems'"),
+        (
+            [PROBLEMS, "--arms", "lookup", "--confidence-threshold", "0.2"],
+            "no arm of ['lookup'] reads it, expected one of k0",
+        ),
         ([PROBLEMS, "--arms", "eagle"], "names ['eagle'], expected some of lookup"),
         ([PROBLEMS, "--arms", "markov"], "names 'markov' without `--markov`"),
         ([PROBLEMS, "--markov", TINY / "drafter"], "refiner is 'markov', but that of `--markov` is 'xpress'"),

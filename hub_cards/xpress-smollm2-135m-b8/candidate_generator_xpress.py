@@ -83,8 +83,8 @@ class XPressCandidateGenerator(CandidateGenerator):
         logits_processor (`LogitsProcessorList`, *optional*): The target's. The row-wise ones shape drafts too.
         num_passes (`int`, *optional*): Jacobi passes K; the drafter's own where omitted.
         shortlist_size (`int`, *optional*): Base tokens refined per slot, 0 for all; the drafter's own where omitted.
-        confidence_threshold (`float`, *optional*): A draft ends behind the token up to which it is kept with less than
-            this probability, by the drafter's estimate; 0 for whole blocks; the drafter's own where omitted.
+        confidence_threshold (`float`, *optional*): A draft ends behind the slot up to which all is kept with less than this
+            probability, by the drafter's estimate (`shorten`); 0 for whole blocks; the drafter's own where omitted.
     """
 
     requires_model_outputs = True

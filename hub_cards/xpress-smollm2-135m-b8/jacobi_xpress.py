@@ -31,7 +31,7 @@ class Draft(NamedTuple):
     scores: torch.Tensor | None
     passes: int  # Jacobi passes run
     copied: bool = False  # from the text so far, in the place of drafting
-    confidence: torch.Tensor | None = None  # q of each token [N, P], fp32; None where nobody asked
+    confidence: torch.Tensor | None = None  # q of each slot's likeliest token [N, P], fp32; None where nobody asked
 
 
 def row_argmax(logits: torch.Tensor, chunk: int = 1024) -> torch.Tensor:
@@ -111,7 +111,7 @@ def resolve_block(
     choose = _choice(base_NPV, sample, warp, vocabulary)
     tokens_NP, scores = choose(base_NPV)
     if num_passes == 0:
-        return Draft(tokens_NP, scores, 0, confidence=choose.confidence(tokens_NP) if threshold > 0 else None)
+        return Draft(tokens_NP, scores, 0, confidence=choose.confidence() if threshold > 0 else None)
     block = refiner.begin_block(h_NBH)
     readout = _readout(refiner.w2, base_NPV, choose, shortlist_size)
     passes, kept_N = 0, 1.0
@@ -125,10 +125,10 @@ def resolve_block(
         if torch.equal(before, tokens_NP):
             break
         if threshold > 0:  # slots 1 to `passes` are settled, and so is whether the draft ends there
-            kept_N = kept_N * choose.confidence(tokens_NP, slice(passes - 1, passes))[:, 0]
+            kept_N = kept_N * choose.confidence(slice(passes - 1, passes))[:, 0]
             if (kept_N < threshold).all():
                 break
-    return Draft(tokens_NP, scores, passes, confidence=choose.confidence(tokens_NP) if threshold > 0 else None)
+    return Draft(tokens_NP, scores, passes, confidence=choose.confidence() if threshold > 0 else None)
 
 
 def resolve_left_to_right(
@@ -153,7 +153,7 @@ def resolve_left_to_right(
         steps.append(choose(logits_N1V, slice(k, k + 1)))
         previous_N = steps[-1][0][:, 0]
         if threshold > 0:
-            confidence.append(choose.confidence(steps[-1][0]))
+            confidence.append(choose.confidence())
             kept_N = kept_N * confidence[-1][:, 0]
             if kept_N.device.type == "cpu" and (kept_N < threshold).all():
                 break
@@ -168,10 +168,10 @@ def resolve_left_to_right(
 
 def shorten(draft: Draft, threshold: float) -> Draft:
     """
-    One sequence's draft without its unlikely end: behind a token up to which all together are kept with a probability of
-    less than `threshold`, by the drafter's own estimate. The first token always stays.
+    One sequence's draft without its unlikely end: behind a slot up to which the product of confidences, the drafter's own
+    estimate of how often all is kept so far, is under `threshold`. The first token always stays.
 
-    Whether a token is dropped depends on those before it and never on itself, so those that stay are still draws from q.
+    Whether a token is dropped depends on the slots before it and never on itself, so those that stay are draws from q.
     """
     likely_P = draft.confidence[0].cumprod(dim=0)[:-1] >= threshold
     kept = slice(1 + int(likely_P.sum()))
@@ -199,27 +199,31 @@ def _choice(base_NPV: torch.Tensor, sample: bool, warp: Scores | None, vocabular
     return SampledChoice(base_NPV, warp, vocabulary) if sample else GreedyChoice(warp, vocabulary)
 
 
-class GreedyChoice:
-    """The best token of each slot; no scores, as q is one-hot. `judged` is what the last ones were the best of."""
+class Choice:
+    """Keeps the logits or scores that it chose from last: `judged_NPV`."""
+
+    def confidence(self, slots: slice = slice(None)) -> torch.Tensor:
+        """The probability of the likeliest token of each slot: how often a target that knows its next token keeps it."""
+        # On a strided readout the softmax takes five times as long.
+        return self.judged_NPV[:, slots].float().contiguous().softmax(dim=-1).amax(dim=-1)
+
+
+class GreedyChoice(Choice):
+    """The best token of each slot; no scores, as q is one-hot."""
 
     def __init__(self, warp: Scores | None, vocabulary: DraftVocabulary):
         self.warp, self.plain, self.vocabulary = warp, warp is None, vocabulary
 
     def __call__(self, logits_NPV: torch.Tensor, slots: slice = slice(None)) -> tuple[torch.Tensor, None]:
         if self.plain:
-            self.judged = logits_NPV
+            self.judged_NPV = logits_NPV
             return self.vocabulary.tokens(row_argmax(logits_NPV)), None
         scores = self.vocabulary.whole(logits_NPV)
-        self.judged = self.warp(scores.flatten(0, 1)).view_as(scores)
-        return row_argmax(self.judged), None
-
-    def confidence(self, tokens_NP: torch.Tensor, slots: slice = slice(None)) -> torch.Tensor:
-        """The softmax of the tokens chosen last in these slots, where they are the best."""
-        # On a strided readout it takes five times as long.
-        return self.judged[:, slots].float().contiguous().softmax(dim=-1).amax(dim=-1)
+        self.judged_NPV = self.warp(scores.flatten(0, 1)).view_as(scores)
+        return row_argmax(self.judged_NPV), None
 
 
-class SampledChoice:
+class SampledChoice(Choice):
     """Draws tokens from warped scores with one noise for the whole block; also returns the scores behind them."""
 
     plain = False
@@ -232,12 +236,8 @@ class SampledChoice:
         scores = self.vocabulary.whole(logits_NPV.float())
         if self.warp is not None:
             scores = self.warp(scores.flatten(0, 1)).view_as(scores)
-        self.scores = scores
+        self.judged_NPV = scores
         return row_argmax(scores + self.noise_NPV[:, slots]), scores
-
-    def confidence(self, tokens_NP: torch.Tensor, slots: slice = slice(None)) -> torch.Tensor:
-        """The softmax of the tokens drawn last in these slots: q."""
-        return self.scores[:, slots].softmax(dim=-1).gather(-1, tokens_NP[:, slots, None]).squeeze(-1)
 
 
 class RowReadout:
@@ -278,7 +278,7 @@ class VocabularyReadout:
             bias_VQ = torch.mm(self.w2.weight[rows], x_RQ, out=self.bias_VQ[:length])
             torch.add(self.base_VQ[rows], bias_VQ, out=sum_VQ[:length])
             maxima.append(sum_VQ.view(self.FOLD, -1).amax(dim=0))
-        choose.judged = self.sum_CVQ.flatten(0, 1).T.view(*self.shape, -1)
+        choose.judged_NPV = self.sum_CVQ.flatten(0, 1).T.view(*self.shape, -1)
         return choose.vocabulary.tokens(self._search(torch.stack(maxima)).view(self.shape)), None
 
     def _search(self, maxima: torch.Tensor) -> torch.Tensor:
@@ -303,7 +303,7 @@ class ShortlistReadout:
         bias_NPC = torch.matmul(self.rows_NPCR, latents_NPR[..., None]).squeeze(-1)
         logits_NPC = self.base_NPC + bias_NPC.to(self.base_NPC.dtype)
         if choose.plain:
-            choose.judged = logits_NPC
+            choose.judged_NPV = logits_NPC
             best_NP = self.columns_NPC.gather(-1, logits_NPC.argmax(dim=-1, keepdim=True)).squeeze(-1)
             return choose.vocabulary.tokens(best_NP), None
         return choose(logits_NPC.new_full(self.shape, -torch.inf).scatter_(-1, self.columns_NPC, logits_NPC))

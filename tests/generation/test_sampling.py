@@ -146,11 +146,15 @@ def until_seven(input_ids, scores, **kwargs):
     return torch.full((1,), input_ids.shape[1] >= 7)
 
 
-@pytest.mark.parametrize("processors", [[], [lambda input_ids, scores: scores]], ids=["rows at once", "one by one"])
-def test_generate_draws_from_the_target(flat_pair, processors):
-    """Through `generate`: tokens 2 and 3, which one round drafts, against their enumerated distribution."""
+BY_ROWS = [[], [lambda input_ids, scores: scores]]
+
+
+@pytest.mark.parametrize("processors, threshold", [(BY_ROWS[0], 0), (BY_ROWS[1], 0), (BY_ROWS[0], 0.06)])
+def test_generate_draws_from_the_target(flat_pair, processors, threshold):
+    """Through `generate`: tokens 2 and 3, which one round drafts, against their enumerated distribution. A threshold ends
+    the draft before or behind token 3, as the drafter is sure of token 2."""
     model, drafter, p_VV = flat_pair
-    runs, pairs, accepted = 600, [], 0
+    runs, pairs, accepted, drafted_tokens = 600, [], 0, set()
     for _ in range(runs):
         output, drafting = drafted(
             model,
@@ -160,12 +164,15 @@ def test_generate_draws_from_the_target(flat_pair, processors):
             do_sample=True,
             top_k=0,
             logits_processor=processors,
+            confidence_threshold=threshold,
             stopping_criteria=StoppingCriteriaList([until_seven]),
         )
         pairs.append(output[0, 5:7])
         accepted += drafting.rounds[0].accepted
+        drafted_tokens.add(min(drafting.rounds[0].drafted, 2))
     assert chi_square(torch.stack(pairs), p_VV) > 1e-3
     assert accepted > 0.1 * runs
+    assert drafted_tokens == ({1, 2} if threshold else {2})
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"temperature": 1e-6}, {"top_p": 1e-6}], ids=str)

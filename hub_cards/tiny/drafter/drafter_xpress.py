@@ -9,12 +9,15 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from safetensors import SafetensorError
+from transformers.utils import logging
 
 from .modeling_xpress import XPressModel
 from .decoding_xpress import assisted_decoding
 from .dispatch_xpress import install_dispatch
 from .pairing_xpress import check_pair
 
+
+logger = logging.get_logger(__name__)
 
 _IMPORT = re.compile(r"^from (\.+)((?:\w+\.)*)(\w+) import", flags=re.MULTILINE)
 
@@ -51,6 +54,11 @@ class XPressDrafterModel(XPressModel):
             "shortlist_size": shortlist_size,
             "confidence_threshold": confidence_threshold,
         }
+        if "assistant_confidence_threshold" in generate_kwargs:
+            logger.warning_once(
+                "`assistant_confidence_threshold` is not read by an xPress drafter, which drafts blocks: give "
+                "`confidence_threshold`, the probability with which a draft is kept up to its end."
+            )
         for name in generate_kwargs:
             if not hasattr(target.generation_config, name) and get_close_matches(name, options, cutoff=0.7):
                 raise ValueError(f"`generate` got `{name}`, expected one of the drafter's options {list(options)}.")
