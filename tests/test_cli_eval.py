@@ -273,8 +273,8 @@ def test_an_assistant_of_another_vocabulary(tmp_path):
         (["no-such-set"], "'no-such-set' is neither a file nor a known set, expected a JSONL file or one of gsm8k"),
         ([PROBLEMS, PROBLEMS], "two prompt sets are named 'word_problems'"),
         (
-            [PROBLEMS, "--arms", "lookup", "--confidence-threshold", "0.2"],
-            "no arm of ['lookup'] reads it, expected one of k0",
+            [PROBLEMS, "--arms", "native-dflash", "--confidence-threshold", "0.2"],
+            "no arm of ['native-dflash'] reads it, expected one of k0",
         ),
         ([PROBLEMS, "--arms", "eagle"], "names ['eagle'], expected some of lookup"),
         ([PROBLEMS, "--arms", "markov"], "names 'markov' without `--markov`"),

@@ -78,7 +78,9 @@ def test_links_and_commands_of_every_page(page):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line)
             if words[:1] == ["xpress"]:
-                shown = CliRunner().invoke(app, [words[1], "--help"])
+                shown = CliRunner().invoke(
+                    app, [words[1], "--help"], env={"COLUMNS": "200"}
+                )  # else long names are cut
                 assert shown.exit_code == 0, line
                 assert [w for w in words if w.startswith("--") and w not in shown.output] == [], line
 
