@@ -187,8 +187,8 @@ def generate(
     """Streams one answer of any target with its drafter."""
     tokenizer, model, assistant = load_pair(target, drafter, torch_dtype(dtype))
     torch.manual_seed(seed)
-    options = {"max_new_tokens": max_new_tokens, "num_passes": passes, "prompt_lookup_num_tokens": lookup}
-    options["confidence_threshold"] = confidence_threshold
+    options = {"max_new_tokens": max_new_tokens, "prompt_lookup_num_tokens": lookup}
+    options |= {"num_passes": passes, "confidence_threshold": confidence_threshold}
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     try:
         stream_answer(tokenizer, model, assistant, prompt, **options, **sampling)

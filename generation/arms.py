@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -151,10 +151,10 @@ def make_arms(
             name = {"markov": "Markov head", "dflash": "DFlash, trained alone", "assistant": "AR assistant"}[arm]
             extra = (tokenizers or {}) if arm == "assistant" else {}
             made.append(Arm(name, {"assistant_model": models[arm], **extra}, own=arm in OWN_ARMS))
-    if confidence_threshold is not None:
-        for arm in (each for each in made if each.own):
-            arm.arguments["confidence_threshold"] = confidence_threshold
-    return made
+    if confidence_threshold is None:
+        return made
+    given = {"confidence_threshold": confidence_threshold}
+    return [replace(arm, arguments=arm.arguments | given) if arm.own else arm for arm in made]
 
 
 def pass_arm(name: str, drafter: nn.Module, passes: int) -> Arm:

@@ -5,7 +5,7 @@ import torch
 from pairs import Case, P, warpers
 from rig import BLOCK, HIDDEN, VOCAB, OracleDrafter, drafted, make_drafter, oracle, plain, prompt, ref, target
 from xpress_drafter import XPressDrafterModel
-from xpress_drafter.generation import Draft, jacobi_xpress, resolve_block, resolve_left_to_right
+from xpress_drafter.generation import Draft, resolve_block, resolve_left_to_right
 from xpress_drafter.generation.jacobi_xpress import shorten
 from xpress_drafter.modeling_xpress import previous_tokens
 
@@ -152,26 +152,6 @@ def test_where_a_draft_ends(confidence, threshold, length):
     short = shorten(Draft(tokens, scores, 2, confidence=torch.tensor([confidence], dtype=torch.float64)), threshold)
     assert torch.equal(short.tokens, tokens[:, :length]) and torch.equal(short.scores, scores[:, :length])
     assert short.passes == 2 and short.confidence.shape == (1, length)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("num_passes", [0, 1, 2, P])
-@pytest.mark.parametrize("slot", range(P))
-def test_a_slots_own_draw_does_not_reach_its_confidence(num_passes, slot, monkeypatch):
-    """Nor that of slots before it, so whether it is dropped was decided before it was drawn."""
-    model, h, base, *context = block("xpress")
-    noise = jacobi_xpress.gumbel_noise((N, P, VOCAB), torch.device("cpu"))
-    other = noise.clone()
-    other[:, slot] = other[:, slot].roll(1, dims=-1)
-    drafts = []
-    for values in (noise, other):
-        monkeypatch.setattr(jacobi_xpress, "gumbel_noise", lambda shape, device, values=values: values)
-        drafts.append(resolve_block(model, h, base, *context, num_passes, sample=True, threshold=ALL))
-    before, after = drafts
-    assert not torch.equal(before.tokens[:, slot], after.tokens[:, slot])
-    assert torch.equal(before.confidence[:, : slot + 1], after.confidence[:, : slot + 1])
-    if num_passes and slot < P - 1:
-        assert not torch.equal(before.confidence[:, slot + 1], after.confidence[:, slot + 1])
 
 
 def test_a_cut_that_looks_at_the_token_is_found_out():

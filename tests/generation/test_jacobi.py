@@ -71,6 +71,7 @@ def test_tokens_are_redrawn_from_the_returned_scores(num_passes, shortlist_size,
 @pytest.mark.parametrize("num_passes", [0, 1, 2, P])
 @pytest.mark.parametrize("slot", range(P))
 def test_a_slots_noise_reaches_later_proposals_only(num_passes, slot, monkeypatch):
+    """And their confidence: whether a slot is dropped for its confidence is decided before it is drawn."""
     block = random_block(bias=2.0)
     noise = jacobi_xpress.gumbel_noise((N, P, VOCAB), torch.device("cpu"))
     other = noise.clone()
@@ -78,12 +79,14 @@ def test_a_slots_noise_reaches_later_proposals_only(num_passes, slot, monkeypatc
     drafts = []
     for values in (noise, other):
         monkeypatch.setattr(jacobi_xpress, "gumbel_noise", lambda shape, device, values=values: values)
-        drafts.append(resolve_block(*block, num_passes, sample=True))
+        drafts.append(resolve_block(*block, num_passes, sample=True, threshold=1e-30))
     before, after = drafts
-    assert torch.equal(before.scores[:, : slot + 1], after.scores[:, : slot + 1])
+    for name in ("scores", "confidence"):
+        one, two = getattr(before, name), getattr(after, name)
+        assert torch.equal(one[:, : slot + 1], two[:, : slot + 1])
+        if num_passes and slot < P - 1:
+            assert not torch.equal(one[:, slot + 1], two[:, slot + 1])
     assert not torch.equal(before.tokens[:, slot], after.tokens[:, slot])
-    if num_passes and slot < P - 1:
-        assert not torch.equal(before.scores[:, slot + 1], after.scores[:, slot + 1])
 
 
 def test_stops_early_only_where_a_pass_changed_nothing():
